@@ -459,3 +459,500 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
         raise ValueError(f"k must be from 1 to the vocabulary's size {target_probs.shape[-1]}, got {k}")
     chosen = find_method(method)
     return chosen.verify(target_probs, draft_probs, chosen.propose(draft_probs, k, generator), generator)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5  Tree attention and the KV cache
+#
+# The prefix occupies the cache's first slots and the nodes of the tree those behind it, in level order. A node's position is
+# its depth, its slot its index: siblings share a position, and the mask lets each node see the prefix and its own path only.
+# After a step the entries of the accepted path move up behind the prefix, and everything beyond is overwritten by the next.
+
+
+class Level(NamedTuple):
+    """A level's nodes with children, and where their children go."""
+    inner: list          # the nodes
+    fed: Tensor          # what the draft is fed, in the layout's numbering; on the first level the stem as well
+    branch: int          # the most children of a node
+    children: slice      # all their children, in the layout's numbering
+    parent: Tensor       # (children,) which of `inner` each belongs to
+    rank: Tensor         # (children,)
+
+
+class TreeLayout:
+    """A tree's fixed index tensors on a device, with the node before the root, the *stem*: the last token of the text whose
+    entries are in the target's cache. The draft is fed stem and root together, since the stem may have been a leaf, which a
+    draft is never fed. So node i of the tree is node i + 1 here, and slot and position 0 are the stem's."""
+
+    def __init__(self, tree: Tree, device):
+        self.tree, self.size = tree, tree.size + 1
+        stem = Tree((-1,) + tuple(parent + 1 for parent in tree.parents))
+        index = functools.partial(torch.tensor, device=device)
+        self.slots, self.depths = index(range(self.size)), index(stem.depths)                            # (size,)
+        self.key_depths = index((0,) + stem.depths + (0,))
+        seen = torch.where(stem.mask, 0.0, -torch.inf)
+        edges = torch.zeros(self.size, 1), torch.full((self.size, 1), -torch.inf)
+        self.bias = torch.cat([edges[0], seen, edges[1]], dim=1).to(device)     # (size, before | each node | beyond)
+        self.paths = [index(row.nonzero()[:, 0].tolist()) + 1 for row in tree.mask]     # each node's path, from the root on
+        self.levels = []
+        for level in range(tree.depth - 1):
+            inner = [node for node in range(tree.size) if tree.depths[node] == level and tree.children[node]]
+            below = [child for node in inner for child in tree.children[node]]
+            self.levels.append(Level(
+                inner=inner,
+                fed=index(([0] if level == 0 else []) + [node + 1 for node in inner]),
+                branch=max(len(tree.children[node]) for node in inner),
+                children=slice(below[0] + 1, below[-1] + 2),
+                parent=index([inner.index(tree.parents[child]) for child in below]),
+                rank=index([tree.ranks[child] for child in below])))
+
+    def place(self, base: Tensor, all_slots: Tensor) -> "Place":
+        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,)."""
+        column = (all_slots - base).clamp(-1, self.size) + 1            # 0 before the stem, 1 .. size the nodes, then beyond
+        key_positions = torch.where(column == 0, all_slots, base + self.key_depths[column])
+        return Place(base + self.slots, base + self.depths, self.bias.index_select(1, column), key_positions)
+
+
+class Place(NamedTuple):
+    """Where a tree's nodes stand in the cache."""
+    slots: Tensor            # (size,)
+    positions: Tensor        # (size,)
+    bias: Tensor             # (size, visible) 0 where a node sees a slot, else -inf
+    key_positions: Tensor    # (visible,) the position of what each slot holds
+
+
+class TreeLayer(StaticLayer):
+    """One layer's keys and values, (1, heads, capacity, head_dim), written at any slots and seen from the first on."""
+
+    def __init__(self, reader: "CachedModel", keys, values):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.reader, self.keys, self.values, self.is_initialized = reader, keys, values, True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys.index_copy_(2, self.reader.slots, key_states)
+        self.values.index_copy_(2, self.reader.slots, value_states)
+        return self.keys[:, :, : self.reader.visible], self.values[:, :, : self.reader.visible]
+
+
+class CachedModel:
+    """A transformers model and its KV cache, fed with a prompt once and then with nodes of trees."""
+
+    def __init__(self, model, prompt: Tensor, capacity: int, keep: int = 1):
+        """Feeds the prompt, (length,), the ordinary way. `logits` are those of its last `keep` positions, (keep, V)."""
+        check_model(model)
+        self.model, self.windows = model, attention_windows(model.config)
+        prefill, limit = DynamicCache(), {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
+        self.logits = model(input_ids=prompt[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
+        filled = [x for layer in prefill.layers for x in (layer.keys, layer.values)]                # (1, heads, length, dim)
+        groups = {}                                    # entries of one shape share a buffer, to be moved by one operation
+        for i, entry in enumerate(filled):
+            groups.setdefault((entry.shape[1], entry.shape[3]), []).append(i)
+        self.buffers, views = [], {}
+        for (heads, dim), members in groups.items():
+            self.buffers.append(filled[0].new_zeros(len(members), heads, capacity, dim))
+            for view, i in zip(self.buffers[-1].split(1), members):
+                views[i] = view
+                view[:, :, : len(prompt)] = filled[i]
+        self.cache = Cache(layers=[TreeLayer(self, views[i], views[i + 1]) for i in range(0, len(filled), 2)])
+        self.dtype, self.slots, self.visible = model.dtype, None, None                  # slots, visible: the current pass's
+
+    def __call__(self, tokens: Tensor, place: "Place", nodes=slice(None)) -> Tensor:
+        """One pass over some of the nodes in their place, (nodes,) token ids -> (nodes, V) logits."""
+        positions = place.positions[nodes]
+        self.slots, self.visible = place.slots[nodes], place.bias.shape[1]
+        return self.model(input_ids=tokens[None], position_ids=positions[None], past_key_values=self.cache, use_cache=True,
+                          attention_mask=self.mask(place.bias[nodes], positions, place.key_positions)).logits[0]
+
+    def mask(self, bias, positions, key_positions):
+        """The additive mask, (1, 1, nodes, visible), or one for each kind of layer: the nodes' bias, and where a layer has a
+        sliding window, -inf for keys further back than that."""
+        masks = {}
+        for kind, window in self.windows.items():
+            hidden = window and (positions[:, None] - key_positions >= window)
+            masks[kind] = (bias if window is None else bias.masked_fill(hidden, -torch.inf))[None, None].to(self.dtype)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def move(self, source: Tensor, destination: Tensor):
+        """Moves the entries of some slots, (slots,) each, in every layer."""
+        for buffer in self.buffers:
+            buffer.index_copy_(2, destination, buffer.index_select(2, source))
+
+
+def attention_windows(config) -> dict[str, int | None]:
+    """The sliding window of each kind of attention layer, None where it sees everything."""
+    config = config.get_text_config(decoder=True)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not kinds:
+        return {"all": window}
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"a {config.model_type} model has {', '.join(sorted(unknown))} layers, which cannot take a tree of "
+                         f"tokens back; only full and sliding-window attention can be verified as a tree")
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def check_model(model):
+    """Raises ValueError for a model that cannot verify a tree."""
+    config, name = model.config, type(model).__name__
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; trees of tokens need a decoder-only model")
+    if model._is_stateful or "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", 0):
+        raise ValueError(f"{name} is recurrent or does not take position_ids; trees of tokens need a decoder-only model "
+                         f"with attention in every layer and explicit positions")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(f"{name} uses {config._attn_implementation} attention, which takes no tree mask; load it with "
+                         f"attn_implementation='sdpa'")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6  The decoding step
+
+
+class Step(NamedTuple):
+    """What one step did."""
+    tree: Tree
+    node_tokens: list        # (size,) the token of each node, the root's first
+    path: list               # the accepted nodes below the root, in order
+    token: int               # the token after them: the target's own
+
+    @property
+    def tokens(self) -> list:
+        """The tokens this step adds to the text."""
+        return [self.node_tokens[node] for node in self.path] + [self.token]
+
+
+class Decoder:
+    """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
+    it in one pass, verifies, and keeps the entries of the accepted path."""
+
+    def __init__(self, target, draft, prompt, history, capacity, method, processors, greedy, generator, keep=1):
+        """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
+        included; capacity: the most tokens the text and one tree may have; keep: positions of the prompt to learn from."""
+        self.target = CachedModel(target, prompt, capacity, keep)
+        self.draft = draft and CachedModel(draft, prompt.clamp(max=draft.get_input_embeddings().num_embeddings - 1), capacity, keep)
+        self.processors, self.greedy, self.generator = processors, greedy, generator
+        self.method = METHODS["topk"] if greedy else method              # at temperature 0 every method is top-k: see `probs`
+        self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
+        self.vocabulary, self.history = self.target.logits.shape[-1], history
+        self.on_host, self.all_slots = prompt.device.type == "cpu", torch.arange(capacity, device=prompt.device)
+        first = sample(self.target_probs(self.target.logits[-1:], []), generator)
+        self.base = torch.tensor(len(prompt) - 1, device=prompt.device)                                  # the stem's slot
+        self.length = len(prompt) - 1                                                                    # the same, on the host
+        self.stem_and_root, self.first = torch.cat([prompt[-1:], first]), int(first)
+
+    def plant(self, tree: Tree):
+        """Takes this tree for the steps to come."""
+        if (branch := max(map(len, tree.children))) > self.vocabulary:
+            raise ValueError(f"the tree has a node with {branch} children, but there are only {self.vocabulary} tokens")
+        if tree.size > 1 and self.draft is None:
+            raise ValueError(f"a tree of {tree.size} nodes needs a draft model; pass draft=..., or tree='none'")
+        if tree.size + len(self.history[0]) > len(self.all_slots):
+            raise ValueError(f"a tree of {tree.size} nodes behind {self.length} tokens does not fit {len(self.all_slots)} slots")
+        self.layout = TreeLayout(tree, self.all_slots.device)
+        self.tokens = torch.cat([self.stem_and_root, self.stem_and_root.new_zeros(tree.size - 1)])       # (layout.size,)
+
+    def scores(self, model, logits, nodes):
+        """The processed float32 scores, (rows, V), of these nodes of one level; processors that look at the history see each
+        node's own path. Tokens the target lacks are cut off, those the draft lacks get -inf."""
+        missing = self.vocabulary - logits.shape[-1]
+        scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        ids = self.history
+        if self.needs_history and nodes:
+            paths = torch.stack([self.tokens[self.layout.paths[node]] for node in nodes])                # (rows, level + 1)
+            ids = torch.cat([ids.expand(len(nodes), -1), paths], dim=1)
+        scores = self.processors(ids, scores)
+        self.check(model, (scores.amax(dim=1) > -torch.inf).all())
+        return scores
+
+    def check(self, model, healthy):
+        if not healthy:
+            raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
+
+    def target_probs(self, logits, nodes):
+        """The target's distribution after these nodes of one level, (rows, V): one-hot when greedy, the draft's is not. So a
+        child is accepted where it is the target's choice, and the children are the draft's most likely tokens, which is
+        what every method's proposals become as the temperature goes to 0."""
+        scores = self.scores(self.target, logits, nodes)
+        if not self.greedy:
+            return scores.softmax(dim=1)
+        return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
+
+    def step(self) -> Step:
+        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        draft_probs = self.grow(place)
+        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
+        path, token = self.walk(logits, draft_probs)
+        return self.keep(place, path, token)
+
+    def grow(self, place) -> list[Tensor]:
+        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (inner nodes, V) a level."""
+        levels = []
+        for level in self.layout.levels:
+            fed = self.tokens[level.fed]
+            logits = self.draft(fed, place, level.fed)[-len(level.inner):]
+            levels.append(self.scores(self.draft, logits, level.inner).softmax(dim=1))
+            proposals = self.method.propose(levels[-1], level.branch, self.generator)                    # (inner, branch)
+            self.tokens[level.children] = proposals[level.parent, level.rank]
+        return levels
+
+    def walk(self, logits, draft_probs) -> tuple[list[int], Tensor]:
+        """From the root down to the first node without an accepted child: the accepted nodes, and the token after them (1,)."""
+        node, path, tree = 0, [], self.layout.tree
+        while children := tree.children[node]:
+            row = self.layout.levels[len(path)].inner.index(node)
+            rank, token = self.method.verify(self.target_probs(logits[node : node + 1], [node]),
+                                             draft_probs[len(path)][row : row + 1],
+                                             self.tokens[children[0] + 1 : children[-1] + 2][None], self.generator)
+            if rank < 0:
+                return path, token
+            node = children[rank]
+            path.append(node)
+        return path, sample(self.target_probs(logits[node : node + 1], [node]), self.generator)
+
+    def keep(self, place, path, token) -> Step:
+        """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
+        step = Step(self.layout.tree, self.tokens[1:].tolist(), path, int(token))
+        if path:
+            source = place.slots[torch.tensor(path) + 1]
+            for model in filter(None, (self.target, self.draft)):
+                model.move(source, place.slots[2 : len(path) + 2])
+        if self.needs_history:
+            self.history = torch.cat([self.history, self.tokens.new_tensor([step.node_tokens[:1] + step.tokens[:-1]])], dim=1)
+        self.tokens[:2] = torch.cat([self.tokens[path[-1] + 1 if path else 1][None], token])
+        self.stem_and_root = self.tokens[:2]
+        self.base += len(path) + 1
+        self.length += len(path) + 1
+        return step
+
+
+    def rehearse(self, tree: Tree, grow: bool):
+        """One half of a step for its time alone: growing the tree, or the target's pass over it and the walk."""
+        self.plant(tree)
+        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        if grow:
+            self.grow(place)
+        else:
+            logits = self.target(self.tokens[1:], place, slice(1, None))
+            sample(self.target_probs(logits[:1], [0]), self.generator)
+
+    def plan(self) -> "Plan":
+        """The tree planned from the prompt's own logits and the machine's speed."""
+        rows = min(len(self.target.logits), 64)
+        acceptance = measure_acceptance(self.method, self.target_probs(self.target.logits[-rows:], []),
+                                        self.scores(self.draft, self.draft.logits[-rows:], []).softmax(dim=1),
+                                        generator=self.generator)
+        return plan(acceptance.rates(), measure_latency(self), max_branch=min(32, self.vocabulary))
+
+
+HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8  The hardware-aware planner (section 4)
+
+
+PRIOR = 0.6 / np.arange(1, 33) ** 2          # acceptance rates before any evidence: a decent draft, a power law in the rank
+
+
+class Acceptance:
+    """Accepted over tried, counted by level and rank; what is not yet known is filled in from the prior."""
+
+    def __init__(self, levels: int = 32, prior_weight: float = 8.0):
+        self.tried, self.accepted = np.zeros((2, levels, len(PRIOR)))
+        self.prior_weight = prior_weight                                 # the prior counts like so many children tried
+
+    def count(self, level: int, children: int, rank: int, times: float = 1.0):
+        """A node on this level had so many children, of which that of this rank was accepted, -1: none."""
+        level, seen = min(level, len(self.tried) - 1), min(children if rank < 0 else rank + 1, len(PRIOR))
+        self.tried[level, :seen] += times
+        if 0 <= rank < seen:
+            self.accepted[level, rank] += times
+
+    def count_step(self, step: Step):
+        """All that one step has shown."""
+        node = 0
+        for level, child in enumerate(step.path + [None]):
+            if children := step.tree.children[node]:
+                self.count(level, len(children), -1 if child is None else child - children[0])
+            node = child
+
+    def rates(self) -> np.ndarray:
+        """The acceptance rates, (ranks,), of all levels together: P[k] is the chance that child k is accepted, which is the
+        chance that it is when tried times the chance that it is tried."""
+        reached = 1 - np.concatenate([[0], PRIOR.cumsum()[:-1]])
+        tried, accepted = self.tried.sum(axis=0), self.accepted.sum(axis=0)
+        when_tried = (accepted + self.prior_weight * PRIOR / reached) / (tried + self.prior_weight)
+        return when_tried * np.concatenate([[1], np.cumprod(1 - when_tried)[:-1]])
+
+
+def measure_acceptance(method: Method, target_probs: Tensor, draft_probs: Tensor, children: int = 8, generator=None,
+                       acceptance: Acceptance | None = None) -> Acceptance:
+    """Teacher-forced acceptance: at each position of a text, (positions, V) each, children are proposed and verified."""
+    acceptance = acceptance or Acceptance()
+    children = min(children, target_probs.shape[1])
+    ranks, _ = method.verify(target_probs, draft_probs, method.propose(draft_probs, children, generator), generator)
+    for rank, times in zip(*np.unique(ranks.cpu().numpy(), return_counts=True)):
+        acceptance.count(0, children, int(rank), times)
+    return acceptance
+
+
+class Latency(NamedTuple):
+    """Measured seconds: of a step's target pass and verification by tree size, and of growing a level by its width."""
+    sizes: list
+    target: list
+    widths: list
+    draft: list
+
+    def step(self, size, depth):
+        """Seconds of a step, for arrays of tree sizes and depths: t(n) + levels c."""
+        levels = np.maximum(depth - 1, 1)
+        return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
+
+
+def measure_latency(decoder: "Decoder", sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1, 4, 16), budget: float = 1.5) -> Latency:
+    """Times the parts of a decoder's step, medians after a warm-up, stopping when the budget of seconds is used up."""
+    def median(run):
+        times = []
+        while len(times) < 3 or len(times) < 9 and sum(times) < 0.1:
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[1:]))
+
+    start, target, draft = time.perf_counter(), [], []
+    for width in widths:
+        draft.append(median(lambda: decoder.rehearse(sequences(width, 3), grow=True)) / 2)
+    for size in sizes:
+        if target and time.perf_counter() - start > budget:
+            break
+        target.append(median(lambda: decoder.rehearse(Tree((-1,) + (0,) * (size - 1)), grow=False)))
+    return Latency(list(sizes[: len(target)]), target, list(widths), draft)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tree that promises the most tokens a second, and why."""
+    tree: Tree
+    tokens_per_step: float
+    speedup: float                # over plain decoding
+    rates: tuple
+    latency: Latency
+    runner_up: str
+
+    def __str__(self):
+        tree = self.tree
+        if tree.size == 1:
+            return f"no tree: speculation does not pay here (runner-up: {self.runner_up})"
+        return (f"{tree.size} nodes on {tree.depth} levels: {self.tokens_per_step:.2f} tokens a step expected, "
+                f"{self.speedup:.2f} times plain decoding (runner-up: {self.runner_up})")
+
+
+def plan(rates, latency: Latency, max_depth: int = 16, max_branch: int | None = None) -> Plan:
+    """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all of them at once."""
+    size = latency.sizes[-1]
+    table = expected_tokens_table(rates, size, min(max_depth, size), max_branch)[1:, 1:]                   # (sizes, depths)
+    n, d = np.mgrid[1 : table.shape[0] + 1, 1 : table.shape[1] + 1]
+    speed = np.where(table > 0, table, 0) / latency.step(n, d) * latency.step(1, 1)
+    best = np.unravel_index(speed.argmax(), speed.shape)
+    others = speed.copy()
+    others[max(0, best[0] - 2) : best[0] + 3, best[1]] = 0
+    other = np.unravel_index(others.argmax(), speed.shape)
+    return Plan(optimal_tree(rates, int(n[best]), int(d[best]), max_branch), float(table[best]), float(speed[best]),
+                tuple(np.round(rates, 5)), latency, f"{n[other]}x{d[other]}, {speed[other]:.2f} times")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9  decode, the loop behind model.generate
+
+
+@torch.no_grad()
+def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
+           method="sequoia", generator=None, on_step=None, **model_kwargs):
+    """Tree speculative decoding, to be handed to transformers:
+
+        target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
+
+    draft: a model over the same vocabulary. tree: a Tree, what `parse_tree` reads, or "auto", the tree planned for this pair
+    and machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. on_step:
+    called with each Step. The rest is what `generate` prepares: its processors shape both models' distributions, its
+    stopping criteria are asked after every token. A batch is decoded row by row."""
+    config = generation_config
+    if config.num_beams not in (None, 1):
+        raise ValueError(f"tree speculation samples or is greedy; num_beams must be 1, got {config.num_beams}")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name}=True is not supported: a step's passes do not line up with the tokens put out")
+    if "inputs_embeds" in model_kwargs or (past := model_kwargs.get("past_key_values")) and past.get_seq_length() > 0:
+        raise ValueError("tree speculation starts from input_ids alone; got inputs_embeds or a filled past_key_values")
+    if input_ids.shape[1] == 0:
+        raise ValueError("the prompt is empty; give it at least one token")
+    tree = tree if isinstance(tree, Tree) else parse_tree(tree) if draft is not None or tree != "auto" else Tree([-1])
+    settings = dict(method=find_method(method), processors=logits_processor, greedy=not config.do_sample, generator=generator)
+    mask = model_kwargs.get("attention_mask")
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    rows = []
+    for i, row in enumerate(input_ids):
+        prompt = row if mask is None else row[mask[i].bool()]
+        text = row[None]
+        for token in _tokens(model, draft, prompt, text, tree, config.max_length, settings, on_step):
+            text = torch.cat([text, text.new_tensor([[token]])], dim=1)
+            if streamer is not None:
+                streamer.put(text[0, -1:].cpu())
+            if stopping_criteria(text, None).all():
+                break
+        rows.append(text[0])
+    if streamer is not None:
+        streamer.end()
+    pad = config._pad_token_tensor if config._pad_token_tensor is not None else 0
+    sequences = torch.full((len(rows), max(map(len, rows))), int(pad), device=input_ids.device)
+    for i, row in enumerate(rows):
+        sequences[i, : len(row)] = row
+    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+
+def _tokens(model, draft, prompt, history, tree, max_length, settings, on_step):
+    """The tokens after one prompt, one at a time, for as long as they are asked for."""
+    room = MAX_SIZE if tree is None else tree.size
+    decoder = Decoder(model, draft if tree is None or tree.size > 1 else None, prompt, history, max_length + room + 2,
+                      keep=64 if tree is None else 1, **settings)
+    yield decoder.first
+    if tree is None:
+        tree = decoder.plan().tree
+    decoder.plant(tree)
+    while True:
+        step = decoder.step()
+        if on_step is not None:
+            on_step(step)
+        yield from step.tokens
+
+
+MAX_SIZE = 64
+
+
+def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None, stopping_criteria=(), tree="auto",
+             method="sequoia", generator=None, on_step=None, **kwargs):
+    """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with all that `generate` itself does not pass on to
+    a custom loop: a streamer, and stop_strings with their tokenizer."""
+    criteria = StoppingCriteriaList(stopping_criteria)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    loop = functools.partial(decode, streamer=streamer)
+    return target.generate(input_ids, custom_generate=loop, draft=draft, tree=tree, method=method, generator=generator,
+                           on_step=on_step, stopping_criteria=criteria, **kwargs)
+
+
+def parse_tree(text: str) -> Tree | None:
+    """A tree from its description: sequences:KxL, kary:KxD, none (the root alone: plain decoding), SIZExDEPTH (the optimal
+    tree for the prior rates); None for auto."""
+    kind, _, numbers = str(text).rpartition(":")
+    try:
+        if numbers == "auto":
+            return None
+        if numbers == "none":
+            return Tree([-1])
+        a, b = map(int, numbers.split("x"))
+        return {"": lambda: optimal_tree(PRIOR, a, b), "sequences": lambda: sequences(a, b), "kary": lambda: k_ary(a, b)}[kind]()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"tree must be auto, SIZExDEPTH, sequences:KxL, kary:KxD or none, got {text!r}") from error
