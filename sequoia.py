@@ -524,9 +524,9 @@ class Place(NamedTuple):
 class TreeLayer(StaticLayer):
     """One layer's keys and values, (1, heads, capacity, head_dim), written at any slots and seen from the first on."""
 
-    def __init__(self, reader: "CachedModel", keys, values):
-        super().__init__(max_cache_len=keys.shape[2])
-        self.reader, self.keys, self.values, self.is_initialized = reader, keys, values, True
+    def __init__(self, reader: "CachedModel"):
+        super().__init__(max_cache_len=0)
+        self.reader = reader
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.keys.index_copy_(2, self.reader.slots, key_states)
@@ -537,24 +537,34 @@ class TreeLayer(StaticLayer):
 class CachedModel:
     """A transformers model and its KV cache, fed with a prompt once and then with nodes of trees."""
 
-    def __init__(self, model, prompt: Tensor, capacity: int, keep: int = 1):
+    def __init__(self, model, prompt: Tensor, keep: int = 1):
         """Feeds the prompt, (length,), the ordinary way. `logits` are those of its last `keep` positions, (keep, V)."""
         check_model(model)
-        self.model, self.windows = model, attention_windows(model.config)
+        self.model, self.dtype, self.windows = model, model.dtype, attention_windows(model.config)
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        known = prompt.clamp(max=self.vocabulary - 1)                                   # a padded vocabulary may be shorter
         prefill, limit = DynamicCache(), {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
-        self.logits = model(input_ids=prompt[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
-        filled = [x for layer in prefill.layers for x in (layer.keys, layer.values)]                # (1, heads, length, dim)
-        groups = {}                                    # entries of one shape share a buffer, to be moved by one operation
-        for i, entry in enumerate(filled):
-            groups.setdefault((entry.shape[1], entry.shape[3]), []).append(i)
-        self.buffers, views = [], {}
-        for (heads, dim), members in groups.items():
-            self.buffers.append(filled[0].new_zeros(len(members), heads, capacity, dim))
-            for view, i in zip(self.buffers[-1].split(1), members):
-                views[i] = view
-                view[:, :, : len(prompt)] = filled[i]
-        self.cache = Cache(layers=[TreeLayer(self, views[i], views[i + 1]) for i in range(0, len(filled), 2)])
-        self.dtype, self.slots, self.visible = model.dtype, None, None                  # slots, visible: the current pass's
+        self.logits = model(input_ids=known[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
+        self.layers = [TreeLayer(self) for _ in prefill.layers]
+        self.cache, self.slots, self.visible = Cache(layers=self.layers), None, None    # slots, visible: the current pass's
+        self.buffers = {}                               # entries of one shape share a buffer, to be moved by one operation
+        for layer, filled in zip(self.layers, prefill.layers):
+            for name in ("keys", "values"):
+                entry = getattr(filled, name)                                                      # (1, heads, length, dim)
+                self.buffers.setdefault((entry.shape[1], entry.shape[3]), []).append((layer, name, entry))
+        self.buffers = [(torch.cat([e for _, _, e in group]), [place[:2] for place in group]) for group in self.buffers.values()]
+
+    def reserve(self, capacity: int):
+        """Makes room for so many slots; what is there stays."""
+        if self.layers[0].is_initialized and self.layers[0].max_cache_len >= capacity:
+            return
+        for i, (old, owners) in enumerate(self.buffers):
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])                         # (entries, heads, slots, dim)
+            new[:, :, : old.shape[2]] = old
+            self.buffers[i] = new, owners
+            for (layer, name), entry in zip(owners, new.split(1)):
+                setattr(layer, name, entry)
+                layer.max_cache_len, layer.is_initialized = capacity, True
 
     def __call__(self, tokens: Tensor, place: "Place", nodes=slice(None)) -> Tensor:
         """One pass over some of the nodes in their place, (nodes,) token ids -> (nodes, V) logits."""
@@ -574,7 +584,7 @@ class CachedModel:
 
     def move(self, source: Tensor, destination: Tensor):
         """Moves the entries of some slots, (slots,) each, in every layer."""
-        for buffer in self.buffers:
+        for buffer, _ in self.buffers:
             buffer.index_copy_(2, destination, buffer.index_select(2, source))
 
 
@@ -624,19 +634,16 @@ class Decoder:
     """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
-    def __init__(self, target, draft, prompt, history, capacity, method, processors, greedy, generator, keep=1):
+    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, keep=1):
         """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
-        included; capacity: the most tokens the text and one tree may have; keep: positions of the prompt to learn from."""
-        self.target = CachedModel(target, prompt, capacity, keep)
-        self.draft = draft and CachedModel(draft, prompt.clamp(max=draft.get_input_embeddings().num_embeddings - 1), capacity, keep)
-        self.processors, self.greedy, self.generator = processors, greedy, generator
-        self.method = METHODS["topk"] if greedy else method              # at temperature 0 every method is top-k: see `probs`
+        included; max_length: of the history; keep: positions of the prompt whose logits are kept, to learn from."""
+        self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
+        self.method = METHODS["topk"] if greedy else find_method(method)          # see `target_probs` for why
+        self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
-        self.vocabulary, self.history = self.target.logits.shape[-1], history
-        self.on_host, self.all_slots = prompt.device.type == "cpu", torch.arange(capacity, device=prompt.device)
+        self.vocabulary, self.limit = self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
+        self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
         first = sample(self.target_probs(self.target.logits[-1:], []), generator)
-        self.base = torch.tensor(len(prompt) - 1, device=prompt.device)                                  # the stem's slot
-        self.length = len(prompt) - 1                                                                    # the same, on the host
         self.stem_and_root, self.first = torch.cat([prompt[-1:], first]), int(first)
 
     def plant(self, tree: Tree):
@@ -645,10 +652,18 @@ class Decoder:
             raise ValueError(f"the tree has a node with {branch} children, but there are only {self.vocabulary} tokens")
         if tree.size > 1 and self.draft is None:
             raise ValueError(f"a tree of {tree.size} nodes needs a draft model; pass draft=..., or tree='none'")
-        if tree.size + len(self.history[0]) > len(self.all_slots):
-            raise ValueError(f"a tree of {tree.size} nodes behind {self.length} tokens does not fit {len(self.all_slots)} slots")
-        self.layout = TreeLayout(tree, self.all_slots.device)
+        capacity = self.limit + tree.size + 1
+        for model in filter(None, (self.target, self.draft)):
+            model.reserve(capacity)
+        self.all_slots = torch.arange(capacity, device=self.base.device)
+        self.layout = TreeLayout(tree, self.base.device)
         self.tokens = torch.cat([self.stem_and_root, self.stem_and_root.new_zeros(tree.size - 1)])       # (layout.size,)
+
+    def place(self) -> Place:
+        """Where the tree stands now. Nodes beyond the text's limit, which will not be put out, stand at its last position:
+        there may be no embedding for a later one."""
+        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        return place._replace(positions=place.positions.clamp(max=self.limit - 1))
 
     def scores(self, model, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes of one level; processors that look at the history see each
@@ -677,7 +692,7 @@ class Decoder:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
     def step(self) -> Step:
-        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        place = self.place()
         draft_probs = self.grow(place)
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
         path, token = self.walk(logits, draft_probs)
@@ -687,7 +702,7 @@ class Decoder:
         """Fills in the tree's tokens, level by level. Returns the draft's distributions, (inner nodes, V) a level."""
         levels = []
         for level in self.layout.levels:
-            fed = self.tokens[level.fed]
+            fed = self.tokens[level.fed].clamp(max=self.draft.vocabulary - 1)
             logits = self.draft(fed, place, level.fed)[-len(level.inner):]
             levels.append(self.scores(self.draft, logits, level.inner).softmax(dim=1))
             proposals = self.method.propose(levels[-1], level.branch, self.generator)                    # (inner, branch)
@@ -724,23 +739,26 @@ class Decoder:
         return step
 
 
+    def tokens_with(self, tree, planner, on_step=None):
+        """The tokens after the prompt, one at a time, for as long as they are asked for."""
+        yield self.first
+        self.plant(tree if isinstance(tree, Tree) else planner.tree(self, tree))
+        while True:
+            step = self.step()
+            planner.acceptance.count_step(step)
+            if on_step is not None:
+                on_step(step)
+            yield from step.tokens
+
     def rehearse(self, tree: Tree, grow: bool):
-        """One half of a step for its time alone: growing the tree, or the target's pass over it and the walk."""
+        """One half of a step, for its time alone: growing the tree, or all the rest with nothing accepted."""
         self.plant(tree)
-        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        place = self.place()
         if grow:
             self.grow(place)
         else:
             logits = self.target(self.tokens[1:], place, slice(1, None))
             sample(self.target_probs(logits[:1], [0]), self.generator)
-
-    def plan(self) -> "Plan":
-        """The tree planned from the prompt's own logits and the machine's speed."""
-        rows = min(len(self.target.logits), 64)
-        acceptance = measure_acceptance(self.method, self.target_probs(self.target.logits[-rows:], []),
-                                        self.scores(self.draft, self.draft.logits[-rows:], []).softmax(dim=1),
-                                        generator=self.generator)
-        return plan(acceptance.rates(), measure_latency(self), max_branch=min(32, self.vocabulary))
 
 
 HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -754,15 +772,16 @@ PRIOR = 0.6 / np.arange(1, 33) ** 2          # acceptance rates before any evide
 
 
 class Acceptance:
-    """Accepted over tried, counted by level and rank; what is not yet known is filled in from the prior."""
+    """Accepted over tried, counted by level and rank. What is not known yet is filled in from the prior, which counts like
+    `prior_weight` children tried."""
 
-    def __init__(self, levels: int = 32, prior_weight: float = 8.0):
-        self.tried, self.accepted = np.zeros((2, levels, len(PRIOR)))
-        self.prior_weight = prior_weight                                 # the prior counts like so many children tried
+    def __init__(self, levels: int = 24, prior=PRIOR, prior_weight: float = 8.0):
+        self.prior, self.prior_weight = np.asarray(prior, dtype=np.float64), prior_weight
+        self.tried, self.accepted = np.zeros((2, levels, len(self.prior)))
 
     def count(self, level: int, children: int, rank: int, times: float = 1.0):
         """A node on this level had so many children, of which that of this rank was accepted, -1: none."""
-        level, seen = min(level, len(self.tried) - 1), min(children if rank < 0 else rank + 1, len(PRIOR))
+        level, seen = min(level, len(self.tried) - 1), min(children if rank < 0 else rank + 1, len(self.prior))
         self.tried[level, :seen] += times
         if 0 <= rank < seen:
             self.accepted[level, rank] += times
@@ -775,28 +794,32 @@ class Acceptance:
                 self.count(level, len(children), -1 if child is None else child - children[0])
             node = child
 
-    def rates(self) -> np.ndarray:
-        """The acceptance rates, (ranks,), of all levels together: P[k] is the chance that child k is accepted, which is the
-        chance that it is when tried times the chance that it is tried."""
-        reached = 1 - np.concatenate([[0], PRIOR.cumsum()[:-1]])
-        tried, accepted = self.tried.sum(axis=0), self.accepted.sum(axis=0)
-        when_tried = (accepted + self.prior_weight * PRIOR / reached) / (tried + self.prior_weight)
-        return when_tried * np.concatenate([[1], np.cumprod(1 - when_tried)[:-1]])
+    def rates(self, by_level: bool = False) -> np.ndarray:
+        """The acceptance rates: P[k], the chance that child k is accepted, is the chance that it is when tried times the
+        chance that it is tried. (ranks,) over all levels together, or (levels, ranks), where each level's own counts are
+        blended with those of all levels as these are with the prior."""
+        reached = 1 - np.concatenate([[0], self.prior.cumsum()[:-1]])
+        tried, accepted, weight = self.tried.sum(axis=0), self.accepted.sum(axis=0), self.prior_weight
+        when_tried = (accepted + weight * self.prior / reached) / (tried + weight)
+        if by_level:
+            when_tried = (self.accepted + 4 * weight * when_tried) / (self.tried + 4 * weight)
+        rejected = np.cumprod(1 - when_tried, axis=-1)
+        return when_tried * np.concatenate([np.ones_like(rejected[..., :1]), rejected[..., :-1]], axis=-1)
 
 
-def measure_acceptance(method: Method, target_probs: Tensor, draft_probs: Tensor, children: int = 8, generator=None,
-                       acceptance: Acceptance | None = None) -> Acceptance:
-    """Teacher-forced acceptance: at each position of a text, (positions, V) each, children are proposed and verified."""
+def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 8,
+                       generator=None, acceptance: Acceptance | None = None) -> Acceptance:
+    """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified."""
     acceptance = acceptance or Acceptance()
-    children = min(children, target_probs.shape[1])
-    ranks, _ = method.verify(target_probs, draft_probs, method.propose(draft_probs, children, generator), generator)
+    proposals = method.propose(draft_probs, min(children, target_probs.shape[1]), generator)
+    ranks, _ = method.verify(target_probs, draft_probs, proposals, generator)
     for rank, times in zip(*np.unique(ranks.cpu().numpy(), return_counts=True)):
-        acceptance.count(0, children, int(rank), times)
+        acceptance.count(0, proposals.shape[1], int(rank), times)
     return acceptance
 
 
 class Latency(NamedTuple):
-    """Measured seconds: of a step's target pass and verification by tree size, and of growing a level by its width."""
+    """Measured seconds: of a step without its draft passes by tree size, t(n), and of growing one level by its width, c."""
     sizes: list
     target: list
     widths: list
@@ -808,23 +831,22 @@ class Latency(NamedTuple):
         return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
 
 
-def measure_latency(decoder: "Decoder", sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1, 4, 16), budget: float = 1.5) -> Latency:
-    """Times the parts of a decoder's step, medians after a warm-up, stopping when the budget of seconds is used up."""
-    def median(run):
+def measure_latency(decoder: Decoder, sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1, 4, 16), budget: float = 1.5) -> Latency:
+    """Times the parts of this decoder's step, medians after a warm-up; no larger tree once `budget` seconds are used up."""
+    def median(tree, grow):
         times = []
-        while len(times) < 3 or len(times) < 9 and sum(times) < 0.1:
+        while len(times) < 4 or len(times) < 12 and sum(times) < 0.1:
             start = time.perf_counter()
-            run()
+            decoder.rehearse(tree, grow)
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))
 
-    start, target, draft = time.perf_counter(), [], []
-    for width in widths:
-        draft.append(median(lambda: decoder.rehearse(sequences(width, 3), grow=True)) / 2)
+    start, target = time.perf_counter(), []
+    draft = [median(sequences(width, 3), grow=True) / 3 for width in widths if decoder.draft]
     for size in sizes:
         if target and time.perf_counter() - start > budget:
             break
-        target.append(median(lambda: decoder.rehearse(Tree((-1,) + (0,) * (size - 1)), grow=False)))
+        target.append(median(Tree((-1,) + (0,) * (size - 1)), grow=False))
     return Latency(list(sizes[: len(target)]), target, list(widths), draft)
 
 
@@ -834,30 +856,54 @@ class Plan:
     tree: Tree
     tokens_per_step: float
     speedup: float                # over plain decoding
-    rates: tuple
-    latency: Latency
     runner_up: str
 
     def __str__(self):
-        tree = self.tree
-        if tree.size == 1:
+        if self.tree.size == 1:
             return f"no tree: speculation does not pay here (runner-up: {self.runner_up})"
-        return (f"{tree.size} nodes on {tree.depth} levels: {self.tokens_per_step:.2f} tokens a step expected, "
+        return (f"{self.tree.size} nodes on {self.tree.depth} levels: {self.tokens_per_step:.2f} tokens a step expected, "
                 f"{self.speedup:.2f} times plain decoding (runner-up: {self.runner_up})")
 
 
-def plan(rates, latency: Latency, max_depth: int = 16, max_branch: int | None = None) -> Plan:
+def plan(rates, latency: Latency, max_depth: int = 12, max_branch: int | None = None) -> Plan:
     """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all of them at once."""
     size = latency.sizes[-1]
     table = expected_tokens_table(rates, size, min(max_depth, size), max_branch)[1:, 1:]                   # (sizes, depths)
     n, d = np.mgrid[1 : table.shape[0] + 1, 1 : table.shape[1] + 1]
     speed = np.where(table > 0, table, 0) / latency.step(n, d) * latency.step(1, 1)
     best = np.unravel_index(speed.argmax(), speed.shape)
-    others = speed.copy()
-    others[max(0, best[0] - 2) : best[0] + 3, best[1]] = 0
+    others = np.where(d == d[best], 0, speed)
     other = np.unravel_index(others.argmax(), speed.shape)
     return Plan(optimal_tree(rates, int(n[best]), int(d[best]), max_branch), float(table[best]), float(speed[best]),
-                tuple(np.round(rates, 5)), latency, f"{n[other]}x{d[other]}, {speed[other]:.2f} times")
+                f"{n[other]}x{d[other]}, {speed[other]:.2f} times")
+
+
+class Planner:
+    """Chooses the trees for a pair on this machine, from what it has measured and counted so far."""
+
+    def __init__(self, adapt: bool = True):
+        self.acceptance, self.latency, self.chosen, self.adapt = Acceptance(), None, None, adapt
+
+    def tree(self, decoder: Decoder, spec: str) -> Tree:
+        """The tree for a text whose prompt this decoder has read: the best of all ("auto"), or of one size and depth."""
+        if decoder.draft is None:
+            return Tree([-1])
+        rows = slice(-min(len(decoder.target.logits), 64), None)
+        measure_acceptance(decoder.target_probs(decoder.target.logits[rows], []),
+                           decoder.scores(decoder.draft, decoder.draft.logits[rows], []).softmax(dim=1),
+                           decoder.method, generator=decoder.generator, acceptance=self.acceptance)
+        branch, rates = min(len(PRIOR), decoder.vocabulary), self.acceptance.rates()
+        if spec != "auto":
+            return optimal_tree(rates, *map(int, spec.split("x")), max_branch=branch)
+        self.latency = self.latency or measure_latency(decoder)
+        if self.chosen is None or self.adapt:
+            best = plan(rates, self.latency, max_branch=branch)
+            if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
+                self.chosen = best
+        return self.chosen.tree
+
+    def speedup(self, tree, rates):
+        return expected_tokens(tree, rates) / self.latency.step(tree.size, tree.depth) * self.latency.step(1, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -866,16 +912,17 @@ def plan(rates, latency: Latency, max_depth: int = 16, max_branch: int | None = 
 
 @torch.no_grad()
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
-           method="sequoia", generator=None, on_step=None, **model_kwargs):
+           method="sequoia", generator=None, planner=None, on_step=None, **model_kwargs):
     """Tree speculative decoding, to be handed to transformers:
 
         target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
 
-    draft: a model over the same vocabulary. tree: a Tree, what `parse_tree` reads, or "auto", the tree planned for this pair
-    and machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. on_step:
-    called with each Step. The rest is what `generate` prepares: its processors shape both models' distributions, its
-    stopping criteria are asked after every token. A batch is decoded row by row."""
-    config = generation_config
+    draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
+    machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
+    Planner to learn from one call to the next. on_step: called with each Step. The rest is what `generate` prepares: its
+    processors shape both models' distributions, its stopping criteria are asked after every token. A batch is decoded row
+    by row. Raises ValueError for what cannot be decoded this way."""
+    config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.num_beams not in (None, 1):
         raise ValueError(f"tree speculation samples or is greedy; num_beams must be 1, got {config.num_beams}")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -885,16 +932,18 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
         raise ValueError("tree speculation starts from input_ids alone; got inputs_embeds or a filled past_key_values")
     if input_ids.shape[1] == 0:
         raise ValueError("the prompt is empty; give it at least one token")
-    tree = tree if isinstance(tree, Tree) else parse_tree(tree) if draft is not None or tree != "auto" else Tree([-1])
-    settings = dict(method=find_method(method), processors=logits_processor, greedy=not config.do_sample, generator=generator)
+    if limit and input_ids.shape[1] > limit:
+        raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context only {limit}; shorten it")
+    tree, planner = parse_tree(tree), planner or Planner()
     mask = model_kwargs.get("attention_mask")
     if streamer is not None:
         streamer.put(input_ids.cpu())
     rows = []
     for i, row in enumerate(input_ids):
-        prompt = row if mask is None else row[mask[i].bool()]
+        decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
+                          method, logits_processor, not config.do_sample, generator, keep=64)
         text = row[None]
-        for token in _tokens(model, draft, prompt, text, tree, config.max_length, settings, on_step):
+        for token in decoder.tokens_with(tree, planner, on_step):
             text = torch.cat([text, text.new_tensor([[token]])], dim=1)
             if streamer is not None:
                 streamer.put(text[0, -1:].cpu())
@@ -904,55 +953,35 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     if streamer is not None:
         streamer.end()
     pad = config._pad_token_tensor if config._pad_token_tensor is not None else 0
-    sequences = torch.full((len(rows), max(map(len, rows))), int(pad), device=input_ids.device)
+    output = torch.full((len(rows), max(map(len, rows))), int(pad), device=input_ids.device)
     for i, row in enumerate(rows):
-        sequences[i, : len(row)] = row
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        output[i, : len(row)] = row
+    return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
 
 
-def _tokens(model, draft, prompt, history, tree, max_length, settings, on_step):
-    """The tokens after one prompt, one at a time, for as long as they are asked for."""
-    room = MAX_SIZE if tree is None else tree.size
-    decoder = Decoder(model, draft if tree is None or tree.size > 1 else None, prompt, history, max_length + room + 2,
-                      keep=64 if tree is None else 1, **settings)
-    yield decoder.first
-    if tree is None:
-        tree = decoder.plan().tree
-    decoder.plant(tree)
-    while True:
-        step = decoder.step()
-        if on_step is not None:
-            on_step(step)
-        yield from step.tokens
-
-
-MAX_SIZE = 64
-
-
-def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None, stopping_criteria=(), tree="auto",
-             method="sequoia", generator=None, on_step=None, **kwargs):
-    """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with all that `generate` itself does not pass on to
-    a custom loop: a streamer, and stop_strings with their tokenizer."""
+def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None, stopping_criteria=(), **kwargs):
+    """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with what transformers does not pass on to a
+    custom loop: a streamer, and stop_strings with their tokenizer."""
     criteria = StoppingCriteriaList(stopping_criteria)
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = functools.partial(decode, streamer=streamer)
-    return target.generate(input_ids, custom_generate=loop, draft=draft, tree=tree, method=method, generator=generator,
-                           on_step=on_step, stopping_criteria=criteria, **kwargs)
+    return target.generate(input_ids, custom_generate=functools.partial(decode, streamer=streamer), draft=draft,
+                           stopping_criteria=criteria, **kwargs)
 
 
-def parse_tree(text: str) -> Tree | None:
-    """A tree from its description: sequences:KxL, kary:KxD, none (the root alone: plain decoding), SIZExDEPTH (the optimal
-    tree for the prior rates); None for auto."""
-    kind, _, numbers = str(text).rpartition(":")
+def parse_tree(spec) -> "Tree | str":
+    """A tree from its description: sequences:KxL, kary:KxD, none (the root alone: plain decoding). auto and SIZExDEPTH stay
+    text, since the optimal tree depends on the pair."""
+    kind, _, numbers = ("", "", "") if isinstance(spec, Tree) else str(spec).rpartition(":")
     try:
-        if numbers == "auto":
-            return None
+        if isinstance(spec, Tree) or numbers == "auto":
+            return spec
         if numbers == "none":
             return Tree([-1])
         a, b = map(int, numbers.split("x"))
-        return {"": lambda: optimal_tree(PRIOR, a, b), "sequences": lambda: sequences(a, b), "kary": lambda: k_ary(a, b)}[kind]()
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"tree must be auto, SIZExDEPTH, sequences:KxL, kary:KxD or none, got {text!r}") from error
+        _at_least_one(size=a, depth=b)
+        return {"": lambda a, b: f"{a}x{b}", "sequences": sequences, "kary": k_ary}[kind](a, b)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"a tree is auto, SIZExDEPTH, sequences:KxL, kary:KxD or none, got {spec!r}") from error
