@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers.utils import logging as transformers_logging
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import (GenerateDecoderOnlyOutput, MinPLogitsWarper, TemperatureLogitsWarper,
                                      TopKLogitsWarper, TopPLogitsWarper)
@@ -765,6 +766,37 @@ HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, Min
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# 7  Where the weights are: packed for a CPU
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is laid out once for oneDNN, the CPU's matrix library: the same numbers, at the memory's
+    speed. Plain PyTorch lays it out anew at every call, or reads it at half that speed."""
+
+    def __init__(self, linear: nn.Linear, rows: int):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)        # opaque, not a parameter
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def pack(model, rows: int = 16):
+    """Packs all linear layers of a CPU model in place, for passes over about `rows` tokens, and returns it. Each layer's plain
+    weight is dropped as soon as it is packed (a tied embedding keeps its own). Without oneDNN, or for a dtype it cannot
+    take, the layers stay plain. A packed model cannot be trained or saved."""
+    supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and (
+        model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if supported and model.device.type == "cpu":
+        for parent in list(model.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is nn.Linear:
+                    setattr(parent, name, PackedLinear(layer, rows))
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # 8  The hardware-aware planner (section 4)
 
 
@@ -985,3 +1017,248 @@ def parse_tree(spec) -> "Tree | str":
         return {"": lambda a, b: f"{a}x{b}", "sequences": sequences, "kary": k_ary}[kind](a, b)
     except (KeyError, ValueError) as error:
         raise ValueError(f"a tree is auto, SIZExDEPTH, sequences:KxL, kary:KxD or none, got {spec!r}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10  The command line
+
+
+TINY = Path(__file__).resolve().parent / "tiny"
+PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n'
+
+
+def arguments(argv=None):
+    """What the command line says."""
+    parser = argparse.ArgumentParser(
+        prog="sequoia.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Decodes text with a target model, sped up by a draft model's tree of tokens. The text is distributed\n"
+                    "exactly as the target's own; greedy, it is the same text.",
+        epilog="python sequoia.py\n"
+               "python sequoia.py --temperature 0 --compare\n"
+               "python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt")
+    add = parser.add_argument
+    add("--target", default=str(TINY / "target"), help="the model to decode with: a folder or a hub name (the bundled one)")
+    add("--draft", default=str(TINY / "draft"), help="the small model that proposes, over the same tokens (the bundled one)")
+    add("--prompt", default=PROMPT, help="the text to go on from, @FILE, or - for standard input (the head of a Python class)")
+    add("--chat", action="store_true", help="put the prompt through the target's chat template, as the user's turn")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
+    add("--temperature", type=float, default=0.6, metavar="T", help="0 is greedy (0.6)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens that have this much probability together")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="keep tokens at least this likely, relative to the likeliest")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    add("--method", default="sequoia", choices=METHODS, help="how a node's children are drawn and verified (sequoia)")
+    add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of so many "
+                                       "nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
+    add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
+    add("--compare", action="store_true", help="also time transformers' generate and assisted generation, and plain decoding")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    args = parser.parse_args(argv)
+    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    for name in ("top_p", "min_p"):
+        if (value := getattr(args, name)) is not None and not 0 < value <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}")
+    parse_tree(args.tree)
+    return args
+
+
+def read_prompt(args, tokenizer) -> Tensor:
+    """The prompt's token ids, (1, length)."""
+    text = args.prompt
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
+    if args.chat:
+        if not tokenizer.chat_template:
+            raise ValueError(f"--chat needs a chat template, and the tokenizer of {args.target} has none")
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not args.chat)["input_ids"].long()
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt is empty; give it at least one token of text")
+    return ids.to(args.device)
+
+
+def load(name: str, args, say, packed: bool = True):
+    """A model in evaluation mode on the chosen device; on a CPU its weights packed."""
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"there is no folder {name}; give a folder in Hugging Face format, or a hub name such as org/model")
+    say(f"loading {name}")
+    dtype = args.dtype or ("bfloat16" if args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder model; trees of tokens need a decoder-only model")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).to(args.device).eval()
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot load {name}: {reason} (no network, a gated repository, or a wrong name?)") from error
+    check_model(model)
+    return pack(model) if packed else model
+
+
+def load_tokenizer(args):
+    """The target's tokenizer; the draft's must have the same tokens."""
+    tokenizers = []
+    for name in dict.fromkeys((args.target, args.draft)):
+        try:
+            tokenizers.append(AutoTokenizer.from_pretrained(name))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"cannot load the tokenizer of {name}: {reason} (no network, or a wrong name?)") from error
+    if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
+        raise ValueError(f"{args.target} and {args.draft} have different tokenizers; a draft must share its target's tokens")
+    return tokenizers[0]
+
+
+class Printer:
+    """A streamer that prints text as it is accepted; on a terminal the draft's tokens in colour. It remembers the steps."""
+
+    def __init__(self, tokenizer, stream, color, show_tree=False):
+        self.tokenizer, self.stream, self.color, self.show_tree = tokenizer, stream, color, show_tree
+        self.steps, self.ids, self.pending, self.from_draft, self.start = [], None, [], 0, time.perf_counter()
+
+    def on_step(self, step: Step):
+        self.steps.append(step)
+        self.from_draft = len(step.path)
+        if self.show_tree:
+            accepted = {0, *step.path}
+            texts = [repr(self.tokenizer.decode([token]))[1:-1] for token in step.node_tokens]
+            labels = [f"[{text}]" if node in accepted else text for node, text in enumerate(texts)]
+            after = repr(self.tokenizer.decode([step.token]))[1:-1]
+            print(f"step {len(self.steps)}: {len(step.path)} accepted, then {after}\n{step.tree.draw(labels)}\n", file=self.stream)
+
+    def put(self, value):
+        if self.ids is None:                                             # the prompt
+            self.ids = []
+            return
+        token, drafted = int(value), self.from_draft > 0
+        self.from_draft -= drafted
+        self.ids.append(token)
+        self.pending.append(token)
+        text = self.tokenizer.decode(self.pending)
+        if not text.endswith("\ufffd"):                                  # half a character: wait for the rest of it
+            self.pending = []
+            if self.stream and not self.show_tree:
+                print(f"\033[32m{text}\033[0m" if drafted and self.color else text, end="", flush=True, file=self.stream)
+
+    def end(self):
+        self.seconds = time.perf_counter() - self.start
+
+
+def main(argv=None) -> int:
+    """Returns the exit code: 0, 2 for what was asked wrongly, 130 after Ctrl-C."""
+    try:
+        return run(arguments(argv))
+    except (ValueError, OSError) as error:
+        print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def run(args) -> int:
+    transformers_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    say = (lambda text: None) if args.json else functools.partial(print, file=sys.stderr, flush=True)
+    tokenizer = load_tokenizer(args)
+    ids = read_prompt(args, tokenizer)
+    target = load(args.target, args, say)
+    draft = load(args.draft, args, say) if args.tree != "none" else None
+    room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
+    if room < 1:
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens and {args.target} a context of {room + ids.shape[1]}; shorten it")
+    sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
+    if args.temperature == 0:
+        sampling = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+    sampling.update(max_new_tokens=min(args.max_new_tokens, room), attention_mask=torch.ones_like(ids),
+                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+    planner = Planner(adapt=args.adapt)
+
+    def decode_once(tree, printer):
+        generator = torch.Generator(args.device).manual_seed(args.seed)
+        generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
+                 streamer=printer, on_step=printer.on_step, **sampling)
+
+    stream = None if args.json else sys.stdout
+    printer = Printer(tokenizer, stream, sys.stdout.isatty() and "NO_COLOR" not in os.environ, args.show_tree)
+    interrupted = False
+    try:
+        if not args.json:
+            print(tokenizer.decode(ids[0]), end="", flush=True)
+        decode_once(args.tree, printer)
+    except KeyboardInterrupt:
+        printer.end()
+        interrupted = True
+    result = summary(args, printer, planner, tokenizer, target)
+    if args.compare and not interrupted:
+        result.update(compare(args, ids, sampling, decode_once, say))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_summary(result, planner)
+    return 130 if interrupted else 0
+
+
+def summary(args, printer, planner, tokenizer, target) -> dict:
+    steps, ids = printer.steps, printer.ids or []
+    tree = steps[-1].tree if steps else Tree([-1])
+    return dict(
+        text=tokenizer.decode(ids), token_ids=ids, new_tokens=len(ids), steps=len(steps),
+        tokens_per_step=sum(len(step.tokens) for step in steps) / max(1, len(steps)), seconds=printer.seconds,
+        tokens_per_second=len(ids) / printer.seconds,
+        tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
+        acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
+        method=args.method, temperature=args.temperature, seed=args.seed, device=args.device, dtype=str(target.dtype)[6:])
+
+
+def print_summary(result, planner):
+    tree = result["tree"]
+    print(f"\n\n{result['new_tokens']} tokens in {result['steps']} steps, {result['tokens_per_step']:.2f} tokens a step, "
+          f"{result['tokens_per_second']:.1f} tokens a second")
+    print(f"tree: {tree['size']} nodes on {tree['depth']} levels; method: {result['method']}, temperature "
+          f"{result['temperature']:g}, seed {result['seed']}, {result['dtype']} on {result['device']}")
+    if planner.chosen:
+        print(f"plan: {planner.chosen}")
+    for name in ("generate", "assisted", "plain"):
+        if name in result:
+            print(f"{result['speedup_over_' + name]:6.2f} times {COMPARED[name]}, {result[name]['tokens_per_second']:.1f} tokens a second")
+    if "greedy_identical" in result:
+        print(f"greedy output {'identical to' if result['greedy_identical'] else 'differs from'} transformers' generate")
+
+
+COMPARED = dict(generate="transformers' generate", assisted="its assisted generation", plain="plain decoding here, no tree")
+
+
+def compare(args, ids, sampling, decode_once, say, rounds: int = 3) -> dict:
+    """Times this file against transformers on the models as it loads them, in turns; medians of tokens a second."""
+    target, draft = (load(name, args, say, packed=False) for name in (args.target, args.draft))
+    def ours(tree):
+        printer = Printer(None, None, False)
+        printer.put, printer.ids = (lambda value: printer.ids.append(int(value))), []
+        decode_once(tree, printer)
+        return len(printer.ids) - ids.shape[1]
+    def theirs(**kwargs):
+        torch.manual_seed(args.seed)
+        return target.generate(ids, **sampling, **kwargs).shape[1] - ids.shape[1]
+    runs = dict(generate=theirs, assisted=lambda: theirs(assistant_model=draft), plain=lambda: ours("none"),
+                tree=lambda: ours(args.tree))
+    speeds = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run_once in runs.items():
+            start = time.perf_counter()
+            tokens = run_once()
+            speeds[name].append(tokens / (time.perf_counter() - start))
+    speeds = {name: float(np.median(values[1:])) for name, values in speeds.items()}                  # the first warms up
+    result = {name: dict(tokens_per_second=speeds[name]) for name in COMPARED}
+    result.update({f"speedup_over_{name}": speeds["tree"] / speeds[name] for name in COMPARED})
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
