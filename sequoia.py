@@ -27,10 +27,11 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -527,7 +528,7 @@ class TreeLayer(StaticLayer):
 
     def __init__(self, reader: "CachedModel"):
         super().__init__(max_cache_len=0)
-        self.reader = reader
+        self.reader, self.is_initialized = reader, True
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.keys.index_copy_(2, self.reader.slots, key_states)
@@ -548,44 +549,48 @@ class CachedModel:
         self.logits = model(input_ids=known[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
         self.layers = [TreeLayer(self) for _ in prefill.layers]
         self.cache, self.slots, self.visible = Cache(layers=self.layers), None, None    # slots, visible: the current pass's
-        self.buffers = {}                               # entries of one shape share a buffer, to be moved by one operation
-        for layer, filled in zip(self.layers, prefill.layers):
-            for name in ("keys", "values"):
-                entry = getattr(filled, name)                                                      # (1, heads, length, dim)
-                self.buffers.setdefault((entry.shape[1], entry.shape[3]), []).append((layer, name, entry))
-        self.buffers = [(torch.cat([e for _, _, e in group]), [place[:2] for place in group]) for group in self.buffers.values()]
+        entries = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]       # (1, heads, length, dim)
+        groups = {}                                     # entries of one shape share a buffer, to be moved by one operation
+        for i, entry in enumerate(entries):
+            groups.setdefault(entry.shape, []).append(i)
+        self.groups, self.capacity = list(groups.values()), len(prompt)
+        self.buffers = [torch.cat([entries[i] for i in group]) for group in self.groups]
 
     def reserve(self, capacity: int):
-        """Makes room for so many slots; what is there stays."""
-        if self.layers[0].is_initialized and self.layers[0].max_cache_len >= capacity:
-            return
-        for i, (old, owners) in enumerate(self.buffers):
-            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])                         # (entries, heads, slots, dim)
-            new[:, :, : old.shape[2]] = old
-            self.buffers[i] = new, owners
-            for (layer, name), entry in zip(owners, new.split(1)):
-                setattr(layer, name, entry)
-                layer.max_cache_len, layer.is_initialized = capacity, True
+        """Makes room for so many slots, at least; what is there stays."""
+        self.capacity = max(capacity, self.capacity)
+        for i, old in enumerate(self.buffers):
+            if old.shape[2] < self.capacity:
+                self.buffers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])      # (entries, heads, slots, dim)
+                self.buffers[i][:, :, : old.shape[2]] = old
+        views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
+        self.entries = tuple(views[i] for i in range(len(views)))
 
     def __call__(self, tokens: Tensor, place: "Place", nodes=slice(None)) -> Tensor:
         """One pass over some of the nodes in their place, (nodes,) token ids -> (nodes, V) logits."""
         positions = place.positions[nodes]
-        self.slots, self.visible = place.slots[nodes], place.bias.shape[1]
-        return self.model(input_ids=tokens[None], position_ids=positions[None], past_key_values=self.cache, use_cache=True,
-                          attention_mask=self.mask(place.bias[nodes], positions, place.key_positions)).logits[0]
+        run = getattr(self.model, "recording", self.run)
+        return run(tokens[None], positions[None], place.slots[nodes], self.masks(place, nodes, positions), self.entries)[0]
 
-    def mask(self, bias, positions, key_positions):
-        """The additive mask, (1, 1, nodes, visible), or one for each kind of layer: the nodes' bias, and where a layer has a
-        sliding window, -inf for keys further back than that."""
-        masks = {}
-        for kind, window in self.windows.items():
-            hidden = window and (positions[:, None] - key_positions >= window)
-            masks[kind] = (bias if window is None else bias.masked_fill(hidden, -torch.inf))[None, None].to(self.dtype)
-        return masks if len(masks) > 1 else masks.popitem()[1]
+    def masks(self, place, nodes, positions) -> list[Tensor]:
+        """The additive mask, (1, 1, nodes, visible), for each kind of layer: the nodes' bias, and where a layer has a sliding
+        window, -inf for keys further back than that."""
+        bias = place.bias[nodes]
+        return [(bias if window is None else bias.masked_fill(positions[:, None] - place.key_positions >= window, -torch.inf)
+                 )[None, None].to(self.dtype) for window in self.windows.values()]
+
+    def run(self, tokens, positions, slots, masks, entries):
+        """The model's forward pass as a function of tensors only; entries: the keys and values of each layer in turn."""
+        self.slots, self.visible = slots, masks[0].shape[-1]
+        for i, layer in enumerate(self.layers):
+            layer.keys, layer.values = entries[2 * i], entries[2 * i + 1]
+        mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
+                          use_cache=True).logits
 
     def move(self, source: Tensor, destination: Tensor):
         """Moves the entries of some slots, (slots,) each, in every layer."""
-        for buffer, _ in self.buffers:
+        for buffer in self.buffers:
             buffer.index_copy_(2, destination, buffer.index_select(2, source))
 
 
@@ -779,21 +784,67 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x):
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return (_scripted_linear() if torch.jit.is_tracing() else _packed_linear)(x, self.weight, self.bias)
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]):
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _scripted_linear():
+    return torch.jit.script(_packed_linear)                              # a trace cannot take the empty list above, a script can
 
 
 def pack(model, rows: int = 16):
-    """Packs all linear layers of a CPU model in place, for passes over about `rows` tokens, and returns it. Each layer's plain
-    weight is dropped as soon as it is packed (a tied embedding keeps its own). Without oneDNN, or for a dtype it cannot
-    take, the layers stay plain. A packed model cannot be trained or saved."""
+    """Prepares a CPU model for decoding, in place, and returns it: packs all linear layers, for passes over about `rows`
+    tokens, and records the forward pass. Each layer's plain weight is dropped as soon as it is packed (a tied embedding keeps
+    its own). Without oneDNN, or for a dtype it cannot take, the model stays as it is. A packed model cannot be trained or
+    saved, and must not be changed."""
     supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and (
         model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if supported and model.device.type == "cpu":
+        model.requires_grad_(False)
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
                 if type(layer) is nn.Linear:
                     setattr(parent, name, PackedLinear(layer, rows))
+        model.recording = record(model)
     return model
+
+
+@torch.no_grad()
+def record(model):
+    """The model's forward pass as a TorchScript trace, which runs the same operators without Python: about half the time of
+    a small model's pass. Returns the plain pass where that cannot be done.
+
+    A trace holds the operators of one run. To be sure that they are those of every run, and do not depend on the tokens (as
+    those of a mixture of experts do), it is compared with the plain pass on other tokens and other shapes, bit for bit."""
+    scratch = CachedModel(model, torch.arange(4))
+    scratch.reserve(32)
+    layout, weights = TreeLayout(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
+
+    def example(nodes, base):
+        place, nodes = layout.place(torch.tensor(base), torch.arange(base + layout.size)), torch.arange(1, 1 + nodes)
+        tokens = torch.randint(scratch.vocabulary, (1, len(nodes)), generator=torch.Generator().manual_seed(base))
+        return tokens, place.positions[nodes][None], place.slots[nodes], scratch.masks(place, nodes, place.positions[nodes])
+
+    def run(tokens, positions, slots, masks, entries, weights):          # the weights are inputs: a trace holds no opaque ones
+        return scratch.run(tokens, positions, slots, masks, entries)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
+        try:
+            traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
+            same = [torch.equal(traced(*inputs, scratch.entries, weights), scratch.run(*inputs, scratch.entries))
+                    for inputs in (example(15, 4), example(7, 5), example(2, 14))]
+        except RuntimeError:
+            same = [False]
+    return functools.partial(_replay, traced, weights) if all(same) else functools.partial(CachedModel.run, scratch)
+
+
+def _replay(traced, weights, *inputs):
+    return traced(*inputs, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
