@@ -214,6 +214,10 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     _at_least_one(size=size)
     program = _DynamicProgram(acceptance_rates, size, depth, max_branch)
     depth = depth or program.levels_that_matter()
+    if not np.isfinite(program.best(0, depth).value[size]):
+        largest = int(np.isfinite(program.best(0, depth).value).nonzero()[0].max())
+        raise ValueError(f"no tree of {size} nodes has at most {depth} levels and {program.rates.shape[1]} children a node (one "
+                         f"for each rate, up to max_branch): the largest has {largest}")
     parents, queue = [-1], deque([(0, 0, size)])                     # (node, its level, the size of its subtree)
     while queue:
         node, level, n = queue.popleft()
@@ -229,12 +233,6 @@ class _DynamicProgram:
     def __init__(self, acceptance_rates, size, depth, max_branch):
         _at_least_one(size=size, depth=1 if depth is None else depth, max_branch=1 if max_branch is None else max_branch)
         self.rates, self.size, self.solved = _check_rates(acceptance_rates)[:, :max_branch], size, {}
-        branch, largest = self.rates.shape[1], size if depth is None else 1
-        for _ in range(1, depth or 1):
-            largest = min(largest * branch + 1, size)
-        if largest < size or branch == 0 and size > 1:
-            raise ValueError(f"no tree of {size} nodes has {depth} levels and at most {branch} children a node (one child "
-                             f"for each rate, up to max_branch): the largest has {largest if branch else 1}")
 
     def best(self, level: int, depth: int) -> "_Subtrees":
         """The best subtrees of every size, rooted on `level`, with at most `depth` levels."""
@@ -640,14 +638,15 @@ class Decoder:
     """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
-    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, keep=1):
+    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, row_of_batch=(0, 1), keep=1):
         """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
-        included; max_length: of the history; keep: positions of the prompt whose logits are kept, to learn from."""
+        included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
+        logits are kept, to learn from."""
         self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
         self.method = METHODS["topk"] if greedy else find_method(method)          # see `target_probs` for why
         self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
-        self.vocabulary, self.limit = self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
+        self.row_of_batch, self.vocabulary, self.limit = row_of_batch, self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
         first = sample(self.target_probs(self.target.logits[-1:], []), generator)
         self.stem_and_root, self.first = torch.cat([prompt[-1:], first]), int(first)
@@ -672,15 +671,17 @@ class Decoder:
         return place._replace(positions=place.positions.clamp(max=self.limit - 1))
 
     def scores(self, model, logits, nodes):
-        """The processed float32 scores, (rows, V), of these nodes of one level; processors that look at the history see each
-        node's own path. Tokens the target lacks are cut off, those the draft lacks get -inf."""
+        """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
+        get -inf. Processors that look at the history see each node's own path, node by node, in the batch they were made for."""
         missing = self.vocabulary - logits.shape[-1]
         scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        ids = self.history
-        if self.needs_history and nodes:
-            paths = torch.stack([self.tokens[self.layout.paths[node]] for node in nodes])                # (rows, level + 1)
-            ids = torch.cat([ids.expand(len(nodes), -1), paths], dim=1)
-        scores = self.processors(ids, scores)
+        if not self.needs_history:
+            scores = self.processors(self.history, scores)
+        else:
+            histories = [torch.cat([self.history[0], self.tokens[self.layout.paths[node]]]) for node in nodes] or self.history
+            row, batch = self.row_of_batch
+            scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
+                                for ids, one in zip(histories, scores)])
         self.check(model, (scores.amax(dim=1) > -torch.inf).all())
         return scores
 
@@ -971,10 +972,10 @@ class Planner:
         """The tree for a text whose prompt this decoder has read: the best of all ("auto"), or of one size and depth."""
         if decoder.draft is None:
             return Tree([-1])
-        rows = slice(-min(len(decoder.target.logits), 64), None)
-        measure_acceptance(decoder.target_probs(decoder.target.logits[rows], []),
-                           decoder.scores(decoder.draft, decoder.draft.logits[rows], []).softmax(dim=1),
-                           decoder.method, generator=decoder.generator, acceptance=self.acceptance)
+        if not decoder.needs_history:                                    # the prompt's own logits: evidence that costs nothing
+            measure_acceptance(decoder.target_probs(decoder.target.logits, []),
+                               decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
+                               decoder.method, generator=decoder.generator, acceptance=self.acceptance)
         branch, rates = min(len(PRIOR), decoder.vocabulary), self.acceptance.rates()
         if spec != "auto":
             return optimal_tree(rates, *map(int, spec.split("x")), max_branch=branch)
@@ -1024,7 +1025,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     rows = []
     for i, row in enumerate(input_ids):
         decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
-                          method, logits_processor, not config.do_sample, generator, keep=64)
+                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), keep=64)
         text = row[None]
         for token in decoder.tokens_with(tree, planner, on_step):
             text = torch.cat([text, text.new_tensor([[token]])], dim=1)
@@ -1231,10 +1232,10 @@ def run(args) -> int:
                     pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
     planner = Planner(adapt=args.adapt)
 
-    def decode_once(tree, printer):
+    def decode_once(tree, printer=None, **changed):
         generator = torch.Generator(args.device).manual_seed(args.seed)
-        generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
-                 streamer=printer, on_step=printer.on_step, **sampling)
+        return generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
+                        streamer=printer, on_step=printer and printer.on_step, **{**sampling, **changed})
 
     stream = None if args.json else sys.stdout
     printer = Printer(tokenizer, stream, sys.stdout.isatty() and "NO_COLOR" not in os.environ, args.show_tree)
@@ -1289,25 +1290,22 @@ COMPARED = dict(generate="transformers' generate", assisted="its assisted genera
 def compare(args, ids, sampling, decode_once, say, rounds: int = 3) -> dict:
     """Times this file against transformers on the models as it loads them, in turns; medians of tokens a second."""
     target, draft = (load(name, args, say, packed=False) for name in (args.target, args.draft))
-    def ours(tree):
-        printer = Printer(None, None, False)
-        printer.put, printer.ids = (lambda value: printer.ids.append(int(value))), []
-        decode_once(tree, printer)
-        return len(printer.ids) - ids.shape[1]
     def theirs(**kwargs):
         torch.manual_seed(args.seed)
-        return target.generate(ids, **sampling, **kwargs).shape[1] - ids.shape[1]
-    runs = dict(generate=theirs, assisted=lambda: theirs(assistant_model=draft), plain=lambda: ours("none"),
-                tree=lambda: ours(args.tree))
+        return target.generate(ids, **{**sampling, **kwargs})
+    runs = dict(generate=theirs, assisted=lambda: theirs(assistant_model=draft), plain=lambda: decode_once("none"),
+                tree=lambda: decode_once(args.tree))
     speeds = {name: [] for name in runs}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 1):                                          # the first round warms up
         for name, run_once in runs.items():
             start = time.perf_counter()
-            tokens = run_once()
+            tokens = run_once().shape[1] - ids.shape[1]
             speeds[name].append(tokens / (time.perf_counter() - start))
-    speeds = {name: float(np.median(values[1:])) for name, values in speeds.items()}                  # the first warms up
+    speeds = {name: float(np.median(values[1:])) for name, values in speeds.items()}
     result = {name: dict(tokens_per_second=speeds[name]) for name in COMPARED}
     result.update({f"speedup_over_{name}": speeds["tree"] / speeds[name] for name in COMPARED})
+    greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+    result["greedy_identical"] = torch.equal(decode_once(args.tree, **greedy), theirs(**greedy))
     return result
 
 
