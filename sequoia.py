@@ -505,6 +505,13 @@ class TreeLayout:
                 children=slice(below[0] + 1, below[-1] + 2),
                 parent=index([inner.index(tree.parents[child]) for child in below]),
                 rank=index([tree.ranks[child] for child in below])))
+        self.inner = sorted((node for level in self.levels for node in level.inner), key=lambda node: -len(tree.children[node]))
+        numbers = [len(tree.children[node]) for node in self.inner]                     # of children, never increasing
+        self.with_child = [sum(number > rank for number in numbers) for rank in range(max(numbers, default=0))]
+        self.child = index([[*tree.children[node], *[-1] * (len(self.with_child) - number)]     # (inner, most children), -1: none
+                            for node, number in zip(self.inner, numbers)]).reshape(len(numbers), -1)
+        by_level = [node for level in self.levels for node in level.inner]
+        self.inner, self.row = index(self.inner).long(), index([by_level.index(node) for node in self.inner]).long()
 
     def place(self, base: Tensor, all_slots: Tensor) -> "Place":
         """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,)."""
@@ -638,7 +645,8 @@ class Decoder:
     """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
-    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, row_of_batch=(0, 1), keep=1):
+    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, row_of_batch=(0, 1), keep=1,
+                 cuda_graph=True):
         """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
@@ -648,8 +656,10 @@ class Decoder:
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary, self.limit = row_of_batch, self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
+        self.static, self.healthy, self.cuda_graph = False, True, cuda_graph
         first = sample(self.target_probs(self.target.logits[-1:], []), generator)
         self.stem_and_root, self.first = torch.cat([prompt[-1:], first]), int(first)
+        self.static = prompt.is_cuda and not self.needs_history         # on a CPU, or node by node, the host walks as it goes
 
     def plant(self, tree: Tree):
         """Takes this tree for the steps to come."""
@@ -661,13 +671,13 @@ class Decoder:
         for model in filter(None, (self.target, self.draft)):
             model.reserve(capacity)
         self.all_slots = torch.arange(capacity, device=self.base.device)
-        self.layout = TreeLayout(tree, self.base.device)
+        self.layout, self.graph = TreeLayout(tree, self.base.device), None
         self.tokens = torch.cat([self.stem_and_root, self.stem_and_root.new_zeros(tree.size - 1)])       # (layout.size,)
 
     def place(self) -> Place:
         """Where the tree stands now. Nodes beyond the text's limit, which will not be put out, stand at its last position:
         there may be no embedding for a later one."""
-        place = self.layout.place(self.base, self.all_slots[: self.length + self.layout.size])
+        place = self.layout.place(self.base, self.all_slots[: None if self.static else self.length + self.layout.size])
         return place._replace(positions=place.positions.clamp(max=self.limit - 1))
 
     def scores(self, model, logits, nodes):
@@ -686,7 +696,9 @@ class Decoder:
         return scores
 
     def check(self, model, healthy):
-        if not healthy:
+        if self.static:
+            self.healthy = self.healthy & healthy                        # looked at when the step has come back
+        elif not healthy:
             raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
 
     def target_probs(self, logits, nodes):
@@ -699,11 +711,19 @@ class Decoder:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
     def step(self) -> Step:
+        """Grow the tree, run the target over it, verify, keep the accepted path."""
+        if self.static:
+            return self.static_step()
         place = self.place()
         draft_probs = self.grow(place)
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
         path, token = self.walk(logits, draft_probs)
-        return self.keep(place, path, token)
+        step = Step(self.layout.tree, self.tokens[1:].tolist(), path, int(token))
+        self.keep(place, self.tokens.new_tensor(path), self.tokens[path[-1] + 1 if path else 1], token, len(path))
+        self.length += len(step.tokens)
+        if self.needs_history:
+            self.history = torch.cat([self.history, self.tokens.new_tensor([step.node_tokens[:1] + step.tokens[:-1]])], dim=1)
+        return step
 
     def grow(self, place) -> list[Tensor]:
         """Fills in the tree's tokens, level by level. Returns the draft's distributions, (inner nodes, V) a level."""
@@ -730,21 +750,86 @@ class Decoder:
             path.append(node)
         return path, sample(self.target_probs(logits[node : node + 1], [node]), self.generator)
 
-    def keep(self, place, path, token) -> Step:
+    def keep(self, place, path, stem, token, accepted):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
-        step = Step(self.layout.tree, self.tokens[1:].tolist(), path, int(token))
-        if path:
-            source = place.slots[torch.tensor(path) + 1]
+        if len(path):
             for model in filter(None, (self.target, self.draft)):
-                model.move(source, place.slots[2 : len(path) + 2])
-        if self.needs_history:
-            self.history = torch.cat([self.history, self.tokens.new_tensor([step.node_tokens[:1] + step.tokens[:-1]])], dim=1)
-        self.tokens[:2] = torch.cat([self.tokens[path[-1] + 1 if path else 1][None], token])
+                model.move(place.slots[path + 1], place.slots[2 : len(path) + 2])
+        self.tokens[:2] = torch.cat([stem.reshape(1), token])
         self.stem_and_root = self.tokens[:2]
-        self.base += len(path) + 1
-        self.length += len(path) + 1
-        return step
+        self.base += accepted + 1
 
+    # The same step as a program of fixed shapes, which never asks the host: all nodes are verified at once, and the walk
+    # follows pointers on the device. One small copy at the end says what happened.
+
+    def static_step(self) -> Step:
+        if self.graph is None and self.tokens.is_cuda and self.cuda_graph:
+            self.capture()
+        if self.graph:
+            self.graph.replay()
+        healthy, accepted, token, *rest = (self.report if self.graph else self.program()).tolist()
+        if not healthy:
+            raise ValueError("the models gave NaN logits, or the processors left no token possible")
+        depth, tree = self.layout.tree.depth - 1, self.layout.tree
+        return Step(tree, rest[depth:], rest[:accepted], token)
+
+    def program(self) -> Tensor:
+        self.healthy, tree = torch.ones((), dtype=torch.bool, device=self.tokens.device), self.layout.tree
+        place = self.place()
+        draft_probs = self.grow(place)
+        logits = self.target(self.tokens[1:], place, slice(1, None))
+        accepted, path, token = self.walk_all(self.target_probs(logits, range(tree.size)), draft_probs)
+        report = torch.cat([self.healthy[None].long(), accepted[None], token, path, self.tokens[1:]])
+        last = path[-1] if len(path) else accepted                       # a tree of one node: 0, the root
+        self.keep(place, path, self.tokens.gather(0, last[None] + 1), token, accepted)
+        return report
+
+    def walk_all(self, target_probs, draft_probs) -> tuple[Tensor, Tensor, Tensor]:
+        """Verifies every node and walks from the root: how many nodes are accepted (), the path (depth - 1,), its last node
+        repeated to the end, and the token after it (1,)."""
+        layout, following = self.layout, sample(target_probs, self.generator)                            # (tree.size,)
+        onward = torch.arange(len(following), device=following.device)                                   # each node's next
+        if draft_probs:
+            inner, child = layout.inner, layout.child
+            proposed = torch.where(child >= 0, self.tokens[child + 1], -1)
+            rank, token = self.method.verify(target_probs[inner], torch.cat(draft_probs)[layout.row], proposed, self.generator,
+                                             layout.with_child)
+            following = following.scatter(0, inner, token)
+            chosen = child.gather(1, rank.clamp(min=0)[:, None])[:, 0]
+            onward = onward.scatter(0, inner, torch.where(rank >= 0, chosen, inner))
+        path = [onward[:1] * 0]
+        for _ in range(layout.tree.depth - 1):
+            path.append(onward.gather(0, path[-1]))
+        path = torch.cat(path)                                                                           # the root first
+        return (path[1:] != path[:-1]).sum(), path[1:], following.gather(0, path[-1:])
+
+    def capture(self):
+        """Records the program as one CUDA graph. It is tried out first, on a side stream, from a state that is restored."""
+        state, random = (self.base.clone(), self.tokens.clone()), self.generator and self.generator.get_state()
+        random = torch.cuda.get_rng_state() if random is None else random
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.program()
+            torch.cuda.current_stream().wait_stream(side)
+            self.restore(state, random)
+            self.graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                self.graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self.graph, stream=side):
+                self.report = self.program()
+        except RuntimeError as error:
+            warnings.warn(f"the step cannot be captured as a CUDA graph and runs without: {str(error).splitlines()[0]}")
+            torch.cuda.synchronize()
+            self.graph, self.cuda_graph = None, False
+            self.restore(state, random)
+
+    def restore(self, state, random):
+        self.base.copy_(state[0])
+        self.tokens.copy_(state[1])
+        torch.cuda.set_rng_state(random) if self.generator is None else self.generator.set_state(random)
 
     def tokens_with(self, tree, planner, on_step=None):
         """The tokens after the prompt, one at a time, for as long as they are asked for."""

@@ -63,7 +63,7 @@ def optimizers(model, rate):
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def train(name, model, loss_of, stream, minutes, args, device):
+def train(name, model, loss_of, stream, minutes, batch, args, device):
     """Trains until the minutes are used up; the learning rate falls linearly with them. Resumes from the checkpoint."""
     rate = 4e-3
     optims = optimizers(model, rate)
@@ -82,7 +82,7 @@ def train(name, model, loss_of, stream, minutes, args, device):
         for group in (group for optim in optims for group in optim.param_groups):
             group["lr"] = rate * min(1, (step + 1) / 50) * max(0.01, 1 - progress)
         length = 512 if progress < 0.8 else 1024                                 # the last fifth learns long contexts
-        inputs, labels = windows(stream, args.batch * 512 // length, length, generator)
+        inputs, labels = windows(stream, batch * 512 // length, length, generator)
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(model, inputs.to(device), labels.to(device))
         loss.backward()
@@ -132,8 +132,8 @@ def evaluate(model, stream, device, target=None, length=512, count=64):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=90, help="training time in all, three quarters of it the target's (90)")
-    parser.add_argument("--batch", type=int, default=12, help="sequences of 512 tokens a step (12)")
+    parser.add_argument("--minutes", type=float, default=90, help="training time in all, two thirds of it the target's (90)")
+    parser.add_argument("--batch", type=int, default=12, help="sequences of 512 tokens a step, half as many for the draft (12)")
     parser.add_argument("--seed", type=int, default=0, help="(0)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -149,7 +149,7 @@ def main():
     stream, held_out = encode(tokenizer, files), encode(tokenizer, held_out_files)
     print(f"{len(files)} files, {len(stream):,} tokens; held out {len(held_out_files)} files, {len(held_out):,} tokens")
 
-    def make(name, share, loss_of, against=None):
+    def make(name, share, batch, loss_of, against=None):
         """The finished model of that name: loaded where it is there already, else trained and saved in bfloat16."""
         folder = HERE / name
         if (folder / "model.safetensors").exists():
@@ -157,15 +157,15 @@ def main():
         config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, tie_word_embeddings=True,
                              bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, **SHAPES[name])
         model = LlamaForCausalLM(config).to(device)
-        train(name, model, loss_of, stream, args.minutes * share, args, device)
+        train(name, model, loss_of, stream, args.minutes * share, batch, args, device)
         model.to(torch.bfloat16).save_pretrained(folder)
         loss, agree = evaluate(model.float(), held_out, device, against)
         size = sum(p.numel() for p in model.parameters())
         print(json.dumps({"model": name, "parameters": size, "held_out_loss": round(loss, 3), "agreement": round(agree, 3)}))
         return model
 
-    target = make("target", 3 / 4, next_token_loss).eval()
-    draft = make("draft", 1 / 4, distillation_loss(target), target)
+    target = make("target", 2 / 3, args.batch, next_token_loss).eval()
+    draft = make("draft", 1 / 3, args.batch // 2, distillation_loss(target), target)
     prompt = tokenizer("def read(self, size=-1):\n", return_tensors="pt").to(device)
     for model in (target, draft):
         print("---\n" + tokenizer.decode(model.generate(**prompt, max_new_tokens=80, do_sample=True, temperature=0.6)[0]))

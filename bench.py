@@ -1,0 +1,866 @@
+"""The tables and figures of the paper, measured here, each by one command:
+
+    python bench.py trees            # token trees, their expected tokens by size, what finding them costs     Figure 1
+    python bench.py verification     # rejection rate by number of children, for every method                  Figure 4
+    python bench.py scaling          # tokens per step by tree size, in real decoding                          section 5.2
+    python bench.py speed            # side by side with transformers: tokens per step, ms per token           Table 1
+    python bench.py planner          # the planner's promises against what was achieved                        section 4
+    python bench.py all --quick      # everything, in under ten minutes on two cores
+
+`speed --synthetic 7b-68m` needs no weights: it makes a pair of the paper's shapes on the spot, with the paper's acceptance.
+Every command takes any pair (`--target --draft`, by default the bundled one) and any text (`--prompts`), prints Markdown
+tables and ends with one line of JSON. With `--figures` it also draws `figures/COMMAND.png` (needs matplotlib).
+
+Rules of the comparison: the same prompts and weights for all, interleaved, so that a slow minute of the machine hits all
+alike; medians; transformers' own methods on the models as transformers loads them, with the best of several settings each.
+"""
+import argparse
+import contextlib
+import copy
+import functools
+import importlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig, TemperatureLogitsWarper, TopPLogitsWarper
+
+import sequoia
+
+HERE = Path(__file__).parent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1  Toolbox: tables, figures, progress, time
+
+
+COLOURS = {"sequoia": "#15803d", "specinfer": "#ea580c", "spectr": "#7c3aed", "naive": "#a16207", "topk": "#2563eb",
+           "k-ary": "#0891b2", "chain": "#be185d", "generate": "#6b7280", "assisted": "#dc2626", "lookup": "#ca8a04",
+           "plain": "#9ca3af", "best": "#111827"}
+TREE_OF = {"sequences": "specinfer", "sequences 5x8": "specinfer", "16 sequences": "specinfer", "k sequences": "specinfer",
+           "2-ary": "k-ary", "paper's tree": "sequoia", "too large": "sequoia"}
+
+
+def colour(name: str) -> str:
+    """One colour for each method, in every figure; a tree has that of the method it is the tree of."""
+    return COLOURS.get(TREE_OF.get(name, name), "#d1d5db")
+
+
+def table(title: str, rows: list[dict]) -> list[dict]:
+    """Prints rows, dictionaries with the same keys, as a Markdown table under its title, and returns them."""
+    def show(value):
+        if isinstance(value, float):
+            return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+        return "-" if value is None else str(value)
+
+    columns = [[key] + [show(row[key]) for row in rows] for key in rows[0]]
+    columns = [[columns[0][0], "-" * 3] + columns[0][1:]] + [[c[0], "--:"] + c[1:] for c in columns[1:]]
+    widths = [max(map(len, column)) for column in columns]
+    print(f"\n**{title}**\n")
+    for first, *others in zip(*columns):
+        cells = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    return rows
+
+
+def progress(steps, label: str):
+    """A progress bar on standard error, while it is a terminal."""
+    return tqdm(steps, desc=label, leave=False, disable=None)
+
+
+def pyplot():
+    """Matplotlib, which only the figures need."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        raise ValueError("--figures needs matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                                "grid.alpha": 0.25, "lines.linewidth": 2.5, "legend.frameon": False, "legend.fontsize": 12})
+    return importlib.import_module("matplotlib.pyplot")
+
+
+@contextlib.contextmanager
+def figure(name: str, panels: int = 1, share: bool = False):
+    """A list of axes to draw on, which are then written to figures/NAME.png."""
+    fig, axes = pyplot().subplots(1, panels, figsize=(2 + 4.6 * panels, 4.8), sharey=share, squeeze=False,
+                                  layout="constrained")
+    yield list(axes[0])
+    (HERE / "figures").mkdir(exist_ok=True)
+    fig.savefig(HERE / "figures" / f"{name}.png", dpi=150)
+    print(f"\nwritten: figures/{name}.png", flush=True)
+
+
+def draw_curves(axes, rows: list[dict], x: str, names: dict, label: str):
+    """Columns of a table, with a line style each, against its column x, on a logarithmic axis."""
+    for name, style in names.items():
+        points = [(row[x], row[name]) for row in rows if row[name] is not None]
+        axes.plot(*zip(*points), style, color=colour(name), label=name)
+    axes.set_xscale("log", base=2)
+    ticks = [row[x] for row in rows][:: 2 if len(rows) > 7 else 1]
+    axes.set_xticks(ticks, ticks)
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def named(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def timed(function):
+    """The seconds that a call takes, the device's work included, and what it returns."""
+    synchronise()
+    start = time.perf_counter()
+    result = function()
+    synchronise()
+    return time.perf_counter() - start, result
+
+
+def synchronise():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2  Pairs of models, and texts
+
+
+class Pair:
+    """A target and a draft as transformers loads them, for its own methods, and `fast`: the same two made ready for this
+    project's, on a CPU copies with packed weights."""
+
+    def __init__(self, target, draft):
+        self.target, self.draft = target.eval(), draft.eval()
+        for model in (target, draft):                             # all contenders decode to the same length, past any EOS
+            model.config.eos_token_id = model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+
+    @functools.cached_property
+    def fast(self):
+        if self.target.device.type != "cpu":
+            return self.target, self.draft
+        return sequoia.pack(copy.deepcopy(self.target)), sequoia.pack(copy.deepcopy(self.draft))
+
+
+def pair_of(args) -> Pair:
+    """The pair that the command line names, loaded once."""
+    if not hasattr(args, "pair"):
+        args.tokenizer = sequoia.load_tokenizer(args)
+        args.pair = Pair(*(sequoia.load(name, args, say=lambda text: None, packed=False) for name in (args.target, args.draft)))
+    return args.pair
+
+
+def texts(args, count: int, length: int) -> list[torch.Tensor]:
+    """`count` pieces of `length` tokens, (1, length) each, always the same ones: from the middle of standard-library files
+    that the bundled pair was not trained on, or evenly spaced from the file given."""
+    if args.prompts:
+        ids = args.tokenizer(Path(args.prompts).read_text(encoding="utf-8"))["input_ids"]
+        starts, sources = np.linspace(0, len(ids) - length, count), [ids] * count
+        if len(ids) < length + count:
+            raise ValueError(f"{args.prompts} has {len(ids)} tokens; {count} texts of {length} need {length + count}")
+    else:
+        from tiny.train import source_files
+        files = [path.read_text(encoding="utf-8", errors="ignore") for path in source_files(held_out=True)]
+        files = [text for text in files if len(text) > 12 * length]                                # long enough in tokens
+        sources = [args.tokenizer(files[i * len(files) // count])["input_ids"] for i in range(count)]
+        starts = [max(0, len(ids) - length) / 2 for ids in sources]
+    pieces = [ids[int(start) : int(start) + length] for ids, start in zip(sources, starts)]
+    return [torch.tensor([piece], device=args.device) for piece in pieces]
+
+
+@torch.no_grad()
+def teacher_forced(pair: Pair, pieces, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both models' logits at the last `keep` positions of each text, (positions, V) float32, for the tokens both know."""
+    logits = [torch.cat([model(piece).logits[0, -keep:].float() for piece in progress(pieces, "reading")])
+              for model in (pair.target, pair.draft)]
+    known = min(x.shape[1] for x in logits)
+    return logits[0][:, :known], logits[1][:, :known]
+
+
+def probabilities(logits, temperature: float, top_p: float = 1.0):
+    return TopPLogitsWarper(top_p)(None, TemperatureLogitsWarper(temperature)(None, logits)).softmax(dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3  trees: what the dynamic program finds, and what that costs (sections 3.1 and 5.2, Figure 1)
+
+
+PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021, 0.0016,
+               0.0014, 0.0010, 0.0010, 0.0010, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006, 0.0004, 0.0004, 0.0005, 0.0006,
+               0.0004, 0.0003, 0.0002, 0.0004, 0.0001]            # Llama-3-70B with the 8B as its draft, CNN Daily Mail
+
+
+def trees(args):
+    """Trees for the paper's acceptance rates, their expected tokens by size and shape, the dynamic program's cost."""
+    drawn = [sequoia.optimal_tree(PAPER_RATES, size, min(size, 12)) for size in args.nodes]
+    for tree in drawn:
+        expected = sequoia.expected_tokens(tree, PAPER_RATES)
+        print(f"\n**{tree.size} nodes on at most 12 levels: {expected:.2f} tokens per step expected**\n\n```\n{tree}\n```")
+    largest = 1024 if args.quick else 4096
+    costs = [cost_of_construction(*shape) for shape in progress([(768, 18, 31), (largest, 24, 31)], "constructing")]
+    table("The dynamic program: time and peak memory", costs)
+    shapes = [(512, 12, 16), (256, 12, 16), (1024, 12, 16), (512, 6, 16), (512, 24, 16), (512, 12, 8), (512, 12, 31)]
+    growth = [min((cost_of_construction(*shape) for _ in range(3)), key=lambda cost: cost["seconds"])
+              for shape in progress(shapes, "growth")]
+    table("Its growth with n, d and b", [{**cost, "times the first": cost["seconds"] / growth[0]["seconds"]} for cost in growth])
+
+    best = sequoia.expected_tokens_table(PAPER_RATES, largest, 24).max(axis=1)                              # (size + 1,)
+    rows = []
+    for n in [2**i for i in range(3, largest.bit_length())]:
+        by_k = {k: sequoia.expected_tokens(sequences_within(n, k), PAPER_RATES) for k in (1, 2, 4, 8, 16, 32) if k < n}
+        rows.append({"nodes": n, "sequoia": float(best[: n + 1].max()), "k sequences": max(by_k.values()),
+                     "16 sequences": by_k.get(16), "2-ary": full_tree(2, n), "4-ary": full_tree(4, n), "chain": by_k[1]})
+    table("Expected tokens per step by tree size; k sequences: the best k", rows)
+    if args.figures:
+        with figure("trees", panels=2) as (left, right):
+            draw_curves(left, rows, "nodes", {"sequoia": "-", "k sequences": "-", "16 sequences": ":", "2-ary": "-",
+                                              "chain": "-"}, "tree size (nodes)")
+            left.set_ylabel("expected tokens per step")
+            left.legend()
+            draw_tree(right, drawn[-1])
+    return {"cost": costs, "growth": growth, "expected_tokens": rows}
+
+
+def sequences_within(n: int, k: int) -> sequoia.Tree:
+    """k sequences of equal length, of n nodes at most with the root."""
+    return sequoia.sequences(k, (n - 1) // k)
+
+
+def full_tree(k: int, n: int) -> float:
+    """The expected tokens of the largest full k-ary tree of at most n nodes."""
+    depth = next(d for d in range(1, n + 1) if sum(k**level for level in range(d + 1)) > n)
+    return sequoia.expected_tokens(sequoia.k_ary(k, depth), PAPER_RATES)
+
+
+def cost_of_construction(n: int, d: int, b: int) -> dict:
+    tracemalloc.start()
+    seconds, _ = timed(lambda: sequoia.expected_tokens_table(PAPER_RATES, n, d, b))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"nodes n": n, "levels d": d, "children b": b, "seconds": seconds, "peak MB": peak / 1e6}
+
+
+def draw_tree(axes, tree):
+    leaves, left = [0] * tree.size, [0.0] * tree.size                  # each subtree is as wide as its number of leaves
+    for node in reversed(range(tree.size)):
+        leaves[node] = sum(leaves[child] for child in tree.children[node]) or 1
+    for children, start in zip(tree.children, left):
+        for child in children:
+            left[child], start = start, start + leaves[child]
+    x = [start + width / 2 for start, width in zip(left, leaves)]
+    for node, parent in enumerate(tree.parents[1:], 1):
+        axes.plot([x[parent], x[node]], [tree.depths[parent], tree.depths[node]], color="#9ca3af", linewidth=1, zorder=1)
+    axes.scatter(x, tree.depths, s=26, color=colour("sequoia"), zorder=2)
+    axes.set(ylabel="level", title=f"{tree.size} nodes on {tree.depth} levels", xticks=[])
+    axes.invert_yaxis()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4  verification: rejection rates (sections 3.2 and 5.3)
+
+
+CHILDREN = (1, 2, 4, 8, 16, 32)
+
+
+def verification(args):
+    """How often all k children are rejected, for each method, temperature and top-p, and how often they must be."""
+    temperatures = args.temperatures or [0.2, 0.6, 1.0]
+    target, draft = teacher_forced(pair_of(args), texts(args, 1 if args.quick else 4, 256), keep=128)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    curves = {}                                                                # (temperature, top-p): {method: rates by k}
+    for temperature, top_p in progress([(t, 1.0) for t in temperatures] + [(1.0, 0.8), (1.0, 0.9)], "rejection rates"):
+        P, Q = (probabilities(logits, temperature, top_p) for logits in (target, draft))
+        curves[temperature, top_p] = {name: rejection_rates(name, P, Q, CHILDREN, generator) for name in sequoia.METHODS}
+        curves[temperature, top_p]["best"] = [least_rejection_independent(P, Q, k) for k in CHILDREN]
+    rows = [{"temperature": t, "top-p": p, "method": name, "exponent": power_law(rates),
+             **{f"k = {k}": rate for k, rate in zip(CHILDREN, rates)}}
+            for (t, p), by_method in curves.items() for name, rates in by_method.items()]
+    table(f"Rejection rate of k children, {len(target)} positions, and b in its fit to a / k^b; best: the least that any "
+          f"rule could reject, given independent children", rows)
+    small = table("The same over 6 tokens only, the likeliest at each position, renormalised, at temperature 1; best: the "
+                  "least that any rule could reject, given independent children, and given children without replacement",
+                  rejections_of_six(target, draft, generator))
+    if args.figures:
+        with figure("verification", panels=len(temperatures), share=True) as axes:
+            for axis, temperature in zip(axes, temperatures):
+                by_k = [{"k": k, **dict(zip(curves[temperature, 1.0], rates))}
+                        for k, rates in zip(CHILDREN, zip(*curves[temperature, 1.0].values()))]
+                draw_curves(axis, by_k, "k", dict.fromkeys(sequoia.METHODS, "-") | {"best": "--"}, "children k")
+                axis.set(title=f"temperature {temperature:g}", yscale="log")
+            axes[0].set_ylabel("rejection rate")
+            axes[0].legend()
+    return {"positions": len(target), "rejection": rows, "six_tokens": small}
+
+
+def rejection_rates(name: str, P, Q, ks, generator, repeats: int = 4) -> list[float]:
+    """The chance that all of k children are rejected, for each k: proposals are drawn, the accept tests taken exactly, as
+    the product of 1 - ratio over the children, and all that averaged over the positions. P, Q: (positions, V)."""
+    method, rows, total = sequoia.METHODS[name], max(1, 2**21 // P.shape[1]), torch.zeros(max(ks), device=P.device)
+    for p, q in zip((P.repeat(repeats, 1)).split(rows), Q.repeat(repeats, 1).split(rows)):
+        tokens = method.propose(q, max(ks), generator)                                                       # (rows, k)
+        # subtle: only SpecTr's ratios depend on how many children there are; those of the others are there for every k
+        for k in ks if name == "spectr" else ks[-1:]:
+            ratios, _ = method.ratios(p, q, tokens[:, :k], [len(p)] * k, None)
+            rejected = (1 - ratios).clamp(min=0).cumprod(dim=1).sum(dim=0)                                        # (k,)
+            total[k - 1 if name == "spectr" else slice(None)] += rejected[-1] if name == "spectr" else rejected
+    return [(total[k - 1] / (repeats * len(P))).item() for k in ks]
+
+
+def power_law(rates) -> float | None:
+    """b in r_k = a / k^b, by least squares on the logarithms (Definition 3.6)."""
+    points = [(k, rate) for k, rate in zip(CHILDREN, rates) if rate > 1e-6]
+    return float(-np.polyfit(*np.log(np.array(points).T), 1)[0]) if len(points) > 1 else None
+
+
+# The best that any verification rule can do is a transport problem: as much as possible of each set of children's chance
+# goes to a token in the set, and no token gets more than P. It is a linear program, and by max-flow = min-cut what is left
+# over, the rejection rate, is the largest excess of a set A of tokens,
+#
+#     max over A of  Pr(all children in A) - P(A),                       for one child the distance ||P - Q||_1 / 2.
+
+
+def least_rejection_independent(P, Q, k: int) -> float:
+    """With independent children the excess is Q(A)^k - P(A), a convex function of the point (P(A), Q(A)), so the best A is
+    an extreme one: the tokens with Q / P above some threshold. Exact for every vocabulary. The mean over (positions, V)."""
+    order = torch.where(Q > 0, Q / P, 0).argsort(dim=1, descending=True)
+    P_of_A, Q_of_A = (x.double().gather(1, order).cumsum(dim=1) for x in (P, Q))                        # (positions, V)
+    return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
+
+
+def least_rejection_different(P, Q, k: int) -> float:
+    """The same for children drawn without replacement, by trying all 2^V sets. The mean over (positions, V)."""
+    P, Q, V = P.double().cpu(), Q.double().cpu(), P.shape[1]
+    member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                                  # (2^V, V): A
+    inside = torch.zeros(len(P), 2**V, dtype=torch.double)
+    for draws in itertools.permutations(range(V), k):
+        left = 1 - torch.cat([torch.zeros(len(P), 1), Q[:, draws].cumsum(dim=1)[:, :-1]], dim=1)
+        chance = (Q[:, draws] / left.clamp(min=1e-12)).prod(dim=1)                                         # (positions,)
+        inside += chance[:, None] * member[:, draws].all(dim=1)
+    return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
+
+
+def rejections_of_six(target_logits, draft_logits, generator) -> list[dict]:
+    P, Q = probabilities(target_logits, 1.0), probabilities(draft_logits, 1.0)
+    likeliest, ks = (P + Q).topk(6, dim=1).indices, (1, 2, 3)
+    P, Q = (x.gather(1, likeliest) / x.gather(1, likeliest).sum(dim=1, keepdim=True) for x in (P, Q))
+    rates = {name: rejection_rates(name, P, Q, ks, generator, repeats=50) for name in sequoia.METHODS}
+    rates["best, independent"] = [least_rejection_independent(P, Q, k) for k in ks]
+    rates["best, different"] = [least_rejection_different(P, Q, k) for k in ks]
+    return [{"method": name, **{f"k = {k}": rate for k, rate in zip(ks, row)}} for name, row in rates.items()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5  Contenders: ways to decode a prompt, timed side by side
+
+
+class Run(NamedTuple):
+    """One prompt decoded."""
+    ms_per_token: float               # of the whole call, the prompt's pass included
+    tokens_per_step: float            # for each pass of the target after the prompt's
+    ms_per_step: float                # median, from the end of one to the end of the next
+    tree: sequoia.Tree | None = None
+
+
+def sampling(prompt, temperature: float, new_tokens: int) -> dict:
+    chosen = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
+    return dict(attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, **chosen)
+
+
+def ours(pair: Pair, temperature: float, tree, method: str = "sequoia", planner=None, draft=None):
+    """This project's decoding as a contender, a function of (prompt, new_tokens) that returns a Run."""
+    planner, target = planner or sequoia.Planner(), pair.fast[0]
+    draft = None if tree == "none" else draft or pair.fast[1]
+
+    def run(prompt, new_tokens):
+        steps, stamps = [], []
+
+        def on_step(step):
+            steps.append(step)
+            stamps.append(time.perf_counter())
+
+        seconds, text = timed(lambda: sequoia.generate(
+            target, draft, prompt, tree=tree, method=method, planner=planner, on_step=on_step,
+            **sampling(prompt, temperature, new_tokens)))
+        tokens = float(np.mean([len(step.tokens) for step in steps]))
+        return Run(1e3 * seconds / (text.shape[1] - prompt.shape[1]), tokens, step_time(stamps), steps[-1].tree)
+    return run
+
+
+def theirs(pair: Pair, temperature: float, assistant: dict | None = None, **kwargs):
+    """One of transformers' own ways to decode as a contender; assistant: the settings of assisted generation."""
+    if assistant is not None:
+        kwargs["assistant_model"] = pair.draft
+
+    def run(prompt, new_tokens):
+        for name, value in (assistant or {}).items():
+            setattr(pair.draft.generation_config, name, value)
+        stamps = []
+        with pair.target.register_forward_hook(lambda *_: stamps.append(time.perf_counter())):
+            seconds, text = timed(lambda: pair.target.generate(
+                prompt, **sampling(prompt, temperature, new_tokens), **kwargs))
+        new = text.shape[1] - prompt.shape[1]
+        return Run(1e3 * seconds / new, (new - 1) / max(1, len(stamps) - 1), step_time(stamps))
+    return run
+
+
+def step_time(stamps) -> float:
+    return 1e3 * float(np.median(np.diff(stamps))) if len(stamps) > 1 else 0.0
+
+
+def interleave(contenders: dict, prompts, args, label: str) -> dict[object, list[Run]]:
+    """Every contender on every prompt, taking turns; a short run of each first, to warm up and to plan."""
+    names, runs = list(contenders), {name: [] for name in contenders}
+    turns = [(i, names[(i + j) % len(names)]) for i in range(len(prompts)) for j in range(len(names))]
+    for i, name in progress([(None, name) for name in names] + turns, label):
+        if i is None:
+            contenders[name](prompts[0], min(16, args.new_tokens))
+        else:
+            torch.manual_seed(args.seed + i)
+            runs[name].append(contenders[name](prompts[i], args.new_tokens))
+    return runs
+
+
+def median(runs, field: str = "ms_per_token") -> float:
+    return float(np.median([getattr(run, field) for run in runs]))
+
+
+def speedup(slow, fast) -> float:
+    """How many times faster, prompt by prompt; the median."""
+    return float(np.median([a.ms_per_token / b.ms_per_token for a, b in zip(slow, fast)]))
+
+
+def tokens_per_step(runs) -> float:
+    return float(np.mean([run.tokens_per_step for run in runs]))
+
+
+def fastest(variants: dict, prompts, args, label: str):
+    """A small sweep: the name of the variant with the least time per token over the first two prompts, and the variant."""
+    runs = interleave(variants, prompts[: 1 if args.quick or args.synthetic else 2], args, label)
+    name = min(runs, key=lambda name: median(runs[name]))
+    return name, variants[name]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6  scaling: tokens per step by tree size (section 5.2)
+
+
+def scaling(args):
+    """Tokens per step in real decoding: the optimal tree against k sequences of its size, verified as SpecInfer does."""
+    pair, temperatures = pair_of(args), args.temperatures or [0.0, 0.6]
+    prompts, sizes = texts(args, 2 * args.count, 128), [2**i for i in range(3, 8 if args.quick else 10)]
+    rows, fits = [], []
+    for temperature in temperatures:
+        planner = sequoia.Planner()                                        # learns the rates from every other prompt
+        for prompt in progress(prompts[1::2], f"acceptance, {named(temperature)}"):
+            ours(pair, temperature, "32x8", planner=planner)(prompt, args.new_tokens)
+        rates = planner.acceptance.rates()
+        for size in progress(sizes, named(temperature)):
+            shapes = {k: sequences_within(size, k) for k in (1, 2, 4, 8, 16, 32) if k < size}
+            k = max(shapes, key=lambda k: sequoia.expected_tokens(shapes[k], rates))
+            tree = sequoia.optimal_tree(rates, size, min(size, 16))
+            measured = []
+            for shape, method in ((tree, "sequoia"), (shapes[k], "specinfer"), (shapes.get(16), "specinfer")):
+                torch.manual_seed(args.seed)
+                contender = shape and ours(pair, temperature, shape, method)
+                measured.append(shape and tokens_per_step([contender(p, args.new_tokens) for p in prompts[::2]]))
+            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth,
+                         "expected": sequoia.expected_tokens(tree, rates), "sequoia": measured[0], "best k": k,
+                         "k sequences": measured[1], "gain %": 100 * (measured[0] / measured[1] - 1),
+                         "16 sequences": measured[2], "gain over 16 %": measured[2] and 100 * (measured[0] / measured[2] - 1)})
+        achieved = np.array([row["sequoia"] for row in rows if row["temperature"] == temperature])
+        slope, start = np.polyfit(np.log(sizes), achieved, 1)
+        fits.append({"temperature": temperature, "tokens per step": f"{start:.2f} + {slope:.2f} ln n",
+                     "largest error": float(np.abs(start + slope * np.log(sizes) - achieved).max())})
+    table(f"Tokens per step at equal size, {args.count} prompts (the paper, at 512: 33% more than 16 sequences)", rows)
+    table("Growth with the number of nodes n", fits)
+    if args.figures:
+        with figure("scaling", panels=len(temperatures), share=True) as axes:
+            for axis, temperature in zip(axes, temperatures):
+                mine = [row for row in rows if row["temperature"] == temperature]
+                draw_curves(axis, mine, "nodes", {"sequoia": "o-", "k sequences": "o-", "16 sequences": "o:"},
+                            "tree size (nodes)")
+                axis.set_title(named(temperature))
+            axes[0].set_ylabel("tokens per step")
+            axes[0].legend()
+    return {"scaling": rows, "growth": fits}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7  speed: side by side with transformers (section 5.1, Table 1)
+
+
+PAPER_SPEED = """target      draft   temperature  tree    x generate  tokens/step  ms/token  5x8: x generate  5x8: tokens/step
+                 Llama2-7B   JF68M   0            128x10  4.04        5.08         6.0       3.45             3.96
+                 Llama2-7B   JF68M   0.6          128x7   3.18        3.92         7.6       2.47             2.97
+                 Llama2-13B  JF68M   0            64x9    3.73        4.20         8.4       3.30             3.64
+                 Llama2-13B  JF68M   0.6          64x7    3.19        3.57         9.8       2.48             2.87
+                 Vicuna-33B  SL1.3B  0            64x6    2.27        4.28         23.4      1.83             3.86
+                 Vicuna-33B  SL1.3B  0.6          64x6    2.19        4.16         24.3      1.64             3.53"""
+
+
+def speed(args):
+    """Tokens per step and ms per token of this file and its peers."""
+    if args.synthetic:
+        return synthetic_speed(args)
+    pair, prompts, rows, swept = pair_of(args), texts(args, args.count, 128), [], []
+    for temperature in args.temperatures or [0.0, 0.6]:
+        rows += contest(prompts, temperature, args, contenders_for(pair, prompts, temperature, args))[0]
+        if args.sweep:
+            swept += sweep(pair, prompts[:2], temperature, args)
+    header, *lines = [re.split("  +", line.strip()) for line in PAPER_SPEED.splitlines()]
+    paper = table("The paper's own (A100, C4), for comparison", [dict(zip(header, line)) for line in lines])
+    if args.figures:
+        draw_speed("speed", rows)
+    return {"device": describe(pair), "measured": rows, "sweep": swept, "paper": paper}
+
+
+def contenders_for(pair, prompts, temperature, args) -> dict:
+    """All who take part, by (name, setting); the peers, and k sequences, with the best of their settings."""
+    mine, peer = functools.partial(ours, pair, temperature), functools.partial(theirs, pair, temperature)
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    tried = [(2, "constant", 0.0), (4, "constant", 0.0), (5, "heuristic", 0.4)] if args.quick else \
+        itertools.product((2, 4, 8), ("constant", "heuristic"), (0.0, 0.4))
+    best_assisted = fastest({"{} {} {}".format(*values): peer(assistant=dict(zip(names, values))) for values in tried},
+                            prompts, args, "settings of assisted generation")
+    best_lookup = fastest({f"{n} tokens": peer(prompt_lookup_num_tokens=n) for n in (2, 4, 10)},
+                          prompts, args, "settings of prompt lookup")
+    best_sequences = fastest({kxl: mine(f"sequences:{kxl}", "specinfer") for kxl in ("1x3", "2x4", "4x4", "8x8")},
+                             prompts, args, "k sequences")
+    taking_part = {("generate", ""): peer(), ("assisted", best_assisted[0]): best_assisted[1],
+                   ("lookup", best_lookup[0]): best_lookup[1], ("plain", "no tree"): mine("none"),
+                   ("sequences", best_sequences[0]): best_sequences[1],
+                   ("sequences 5x8", ""): mine("sequences:5x8", "specinfer")}
+    if temperature:                                                         # greedy, topk and sequoia are one and the same
+        taking_part["topk", args.tree] = mine(args.tree, "topk")
+    return taking_part | {("sequoia", args.tree): mine(args.tree)}
+
+
+def contest(prompts, temperature, args, contenders: dict) -> tuple[list[dict], dict]:
+    """All contenders on all prompts: the table's rows, and the runs by name."""
+    runs, rows = interleave(contenders, prompts, args, named(temperature)), []
+    by_name = {name: runs[name, setting] for name, setting in runs}
+    for (name, setting), mine in runs.items():
+        tree, tokens = mine[-1].tree, tokens_per_step(mine)
+        low, high = np.percentile([run.ms_per_token for run in mine], (25, 75))
+        against = {f"x {other}": speedup(by_name[other], mine) for other in ("generate", "assisted", "plain")}
+        rows.append({"method": name, "temperature": temperature,
+                     "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting, "tokens/step": tokens,
+                     "ms/token": median(mine), "quartiles": f"{low:.2f} - {high:.2f}", **against,
+                     "conversion": against["x plain"] / tokens if tree else None})
+    title = f"{named(temperature)}, {len(prompts)} prompts of {prompts[0].shape[1]} tokens, {args.new_tokens} new ones each; "
+    return table(title + "conversion: speedup over plain decoding / tokens per step", rows), by_name
+
+
+def sweep(pair, prompts, temperature, args) -> list[dict]:
+    """SpecInfer's trees of k sequences of length L, as the paper sweeps them: times transformers' generate."""
+    lengths, grid = (1, 2, 4, 8, 16), itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+    contenders = {(k, n): ours(pair, temperature, sequoia.sequences(k, n), "specinfer") for k, n in grid if k * n <= 64}
+    runs = interleave({"generate": theirs(pair, temperature)} | contenders, prompts, args, "sweep")
+    return table(f"k sequences of length L, {named(temperature)}: times generate (the paper's best of 29 on an A100: 8x8, "
+                 f"3.70 greedy and 2.42 at 0.6, where Sequoia has 4.04 and 3.18)",
+                 [{"k": k, **{f"L = {n}": speedup(runs["generate"], runs[k, n]) if (k, n) in runs else None for n in lengths}}
+                  for k in lengths])
+
+
+def describe(pair) -> str:
+    device, dtype = pair.target.device, str(pair.target.dtype).removeprefix("torch.")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    return f"{name}, {dtype}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def draw_speed(name: str, rows):
+    temperatures = sorted({row["temperature"] for row in rows})
+    with figure(name, panels=len(temperatures)) as axes:
+        for axis, temperature in zip(axes, temperatures):
+            mine = [row for row in rows if row["temperature"] == temperature]
+            bars = axis.barh([row["method"] for row in mine], [row["x generate"] for row in mine],
+                             color=[colour(row["method"]) for row in mine])
+            axis.bar_label(bars, fmt="%.2f", padding=3)
+            axis.set(xlabel="times transformers' generate", title=named(temperature))
+            axis.margins(x=0.15)
+            axis.grid(axis="y", visible=False)
+            axis.invert_yaxis()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot
+#
+# Both models share a random bigram core: an embedding e(t) for each token t and a head, in the draft's width, padded with
+# zeros into the target's. To that each adds what its own random layers make of it. The more the core weighs the more the two
+# agree, so its share is set, by bisection, to the paper's tokens per step. Every matrix product is done; the text is noise.
+
+
+SHAPES = {           # hidden, intermediate, layers, heads, key-value heads, head_dim, vocabulary
+    "7b": (4096, 11008, 32, 32, 32, 128, 32000), "68m": (768, 3072, 2, 12, 12, 64, 32000),
+    "1b": (2048, 5632, 22, 32, 4, 64, 32000), "13b": (5120, 13824, 40, 40, 40, 128, 32000),
+    "33b": (6656, 17920, 60, 52, 52, 128, 32000), "1.3b": (2048, 5504, 24, 16, 16, 128, 32000),
+    "tiny target": (256, 512, 12, 4, 4, 64, 4096), "tiny draft": (144, 384, 1, 4, 4, 32, 4096)}
+LLAMA_7B = {0.0: (128, 10, 5.08), 0.6: (128, 7, 3.92)}              # by temperature the paper's tree and tokens per step
+SYNTHETIC = {"7b-68m": ("7b", "68m", LLAMA_7B), "13b-68m": ("13b", "68m", {0.0: (64, 9, 4.20), 0.6: (64, 7, 3.57)}),
+             "33b-1.3b": ("33b", "1.3b", {0.0: (64, 6, 4.28), 0.6: (64, 6, 4.16)}),
+             "1b-68m": ("1b", "68m", LLAMA_7B), "tiny": ("tiny target", "tiny draft", LLAMA_7B)}      # not in the paper
+SHARPNESS = 6.0      # the standard deviation of the logits, which makes distributions about as sharp as a trained model's
+
+
+class SyntheticPair(Pair):
+    """Two random Llama models with a common core."""
+
+    def __init__(self, target: str, draft: str, device: str, dtype: torch.dtype):
+        super().__init__(*(random_llama(SHAPES[name], device, dtype) for name in (target, draft)))
+        self.core, head = torch.randn(2, SHAPES[draft][-1], SHAPES[draft][0], device=device)               # (V, hidden)
+        for model in (self.target, self.draft):
+            model.get_input_embeddings().weight.data.zero_()
+            model.get_output_embeddings().weight.data.zero_()[:, : head.shape[1]] = head
+
+    @torch.no_grad()
+    def set_share(self, share: float):
+        """Sets the core's size relative to what the layers add, which grows with the root of their number."""
+        self.__dict__.pop("fast", None)                                        # copies of what changes now
+        probe = torch.arange(64, device=self.core.device)[None]
+        for model in (self.target, self.draft):
+            scale, norm = share * model.config.num_hidden_layers**0.5, model.model.norm.weight
+            model.get_input_embeddings().weight[:, : self.core.shape[1]] = scale * self.core
+            norm.fill_(1)
+            norm.fill_(SHARPNESS / model(probe).logits.float().std().item())
+
+    def tune(self, temperature: float, size: int, depth: int, wanted: float, rounds: int) -> float:
+        """Sets the share with which the optimal tree yields `wanted` tokens per step. Returns what it does yield."""
+        low, high = np.log(0.03), np.log(30)
+        for _ in progress(range(rounds), f"matching {wanted} tokens per step"):
+            self.set_share(float(np.exp((low + high) / 2)))
+            rates = self.acceptance_rates(temperature)
+            expected = sequoia.expected_tokens(sequoia.optimal_tree(rates, size, depth), rates)
+            low, high = ((low + high) / 2, high) if expected < wanted else (low, (low + high) / 2)
+        return expected
+
+    @torch.no_grad()
+    def acceptance_rates(self, temperature: float, rows: int = 8, prompt: int = 16, new: int = 32):
+        """Measured along texts of the target's own: (ranks,)."""
+        ids = torch.randint(len(self.core), (rows, prompt), device=self.core.device)
+        output = self.target.generate(ids, **sampling(ids, temperature, new), return_dict_in_generate=True, output_logits=True)
+        target = torch.stack(output.logits, dim=1).float().flatten(0, 1)                               # (rows * new, V)
+        draft = self.draft(output.sequences).logits[:, prompt - 1 : -1].float().flatten(0, 1)
+        if temperature:
+            P, Q, method = probabilities(target, temperature), probabilities(draft, temperature), "sequoia"
+        else:
+            P, Q, method = torch.zeros_like(target).scatter_(1, target.argmax(1, True), 1), draft.softmax(dim=1), "topk"
+        seen = sequoia.Acceptance(prior_weight=1)
+        return sequoia.measure_acceptance(P, Q, sequoia.METHODS[method], children=32, acceptance=seen).rates()
+
+
+def random_llama(shape, device: str, dtype: torch.dtype):
+    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = shape
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, head_dim=head_dim,
+                         num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
+                         max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=hidden**-0.5)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(3)                     # attention to few tokens, as in trained models
+    return model
+
+
+def synthetic_speed(args):
+    """Where a step's time goes at full scale, and how near it is to the memory's speed."""
+    target, draft, by_temperature = SYNTHETIC[args.synthetic]
+    torch.manual_seed(args.seed)
+    pair = SyntheticPair(target, draft, args.device, getattr(torch, args.dtype))
+    prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
+    weights, rows, splits = bytes_read(pair.target), [], []
+    floor = 1e3 * read_seconds(weights, args.device)
+    print(f"\nSynthetic pair {args.synthetic}: random weights, real shapes. {describe(pair)}. A pass of the target reads "
+          f"{weights / 1e9:.3f} GB; a plain read of as much takes {floor:.2f} ms ({weights / floor / 1e6:.0f} GB/s).")
+    for temperature in args.temperatures or [0.0, 0.6]:
+        if temperature not in by_temperature:
+            raise ValueError(f"the paper has tokens per step for the temperatures 0 and 0.6 only, got {temperature:g}")
+        size, depth, wanted = by_temperature[temperature]
+        expected = pair.tune(temperature, size, depth, wanted, rounds=6 if args.quick else 9)
+        print(f"\n{named(temperature)}: {wanted} tokens per step wanted of {size}x{depth}, tuned to {expected:.2f}.")
+        mine = functools.partial(ours, pair, temperature)
+        contenders = contenders_for(pair, prompts, temperature, args) | {
+            ("paper's tree", f"{size}x{depth}"): mine(f"{size}x{depth}"),
+            ("slow draft", "the target itself, 1x3"): mine("sequences:1x3", draft=pair.fast[0])}
+        if args.device != "cpu":                                      # for a CPU the paper's own tree is too large already
+            contenders["too large", f"512x{depth}"] = mine(f"512x{depth}")
+        more, runs = contest(prompts, temperature, args, contenders)
+        rows += more
+        splits += [{"temperature": temperature, "method": name, **split_step(
+                        pair, temperature, prompts[0], args, runs[name], runs["plain"], floor)}
+                   for name in ("plain", "sequoia", "paper's tree", "sequences 5x8", "too large") if name in runs]
+    table("A step's time in ms (rest: proposals, masks, Python) and the share of the memory's speed that is reached", splits)
+    if args.figures:
+        draw_speed(f"speed-{args.synthetic}", rows)
+        draw_split(f"step-{args.synthetic}", splits, floor)
+    return {"device": describe(pair), "synthetic": args.synthetic, "floor_ms": floor, "measured": rows, "steps": splits}
+
+
+def bytes_read(model) -> int:
+    """The weights that one pass reads, in bytes: all but the input embedding, of which it takes a few rows."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(p.nbytes for p in model.parameters()) - (0 if embedding is head else embedding.nbytes)
+
+
+def read_seconds(size: int, device: str) -> float:
+    """The least time in which the device reads so many bytes: sums over a buffer of that size, of 4 GiB at most."""
+    buffer = torch.ones(min(size, 2**32) // 4, device=device)
+    return min(timed(buffer.sum)[0] for _ in range(20)) * size / buffer.nbytes
+
+
+def split_step(pair, temperature, prompt, args, runs, plain, floor: float) -> dict:
+    """The parts of a step, in ms. The whole is the contest's; the parts come from a run with a clock around each, which
+    waits for the device every time: what is left of the whole is the rest."""
+    spent, steps, tree = Counter(), [], runs[-1].tree
+    target, draft = pair.fast
+
+    def clock(part, function):
+        @functools.wraps(function)
+        def clocked(*arguments, **kwargs):
+            seconds, result = timed(lambda: function(*arguments, **kwargs))
+            spent[part] += 1e3 * seconds
+            return result
+        return clocked
+
+    def on_step(step):
+        if not steps:                                                              # the prompt, and a first step to warm up
+            spent.clear()
+        steps.append(step)
+
+    places = [(target, "recording" if hasattr(target, "recording") else "forward", "target"),
+              (draft, "recording" if hasattr(draft, "recording") else "forward", "draft"),
+              (sequoia.Decoder, "walk", "verify"), (sequoia.Decoder, "keep", "moves")]
+    with contextlib.ExitStack() as stack:
+        for owner, name, part in places:
+            stack.enter_context(mock.patch.object(owner, name, clock(part, getattr(owner, name))))
+        sequoia.generate(target, draft if tree.size > 1 else None, prompt, tree=tree, on_step=on_step,
+                         **sampling(prompt, temperature, args.new_tokens))
+    parts = {part: spent[part] / max(1, len(steps) - 1) for part in ("target", "draft", "verify", "moves")}
+    whole = median(runs, "ms_per_step")
+    return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts, "rest": whole - sum(parts.values()),
+            "x plain step": whole / median(plain, "ms_per_step"), "floor / step": floor / whole,
+            "floor / target": floor / parts["target"]}
+
+
+def draw_split(name: str, splits, floor: float):
+    with figure(name) as (axes,):
+        left = np.zeros(len(splits))
+        labels = [f"{row['method']} {row['tree']}, {named(row['temperature'])}" for row in splits]
+        shades = {"target": "#15803d", "draft": "#86efac", "verify": "#ea580c", "moves": "#2563eb", "rest": "#d1d5db"}
+        for part, shade in shades.items():
+            width = np.maximum([row[part] for row in splits], 0)
+            axes.barh(labels, width, left=left, color=shade, label=part)
+            left += width
+        axes.axvline(floor, color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
+        axes.set_xlabel("ms per step")
+        axes.invert_yaxis()
+        axes.legend()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9  planner: promised and achieved (section 4)
+
+
+def planner(args):
+    """Tokens per step and speedup over plain decoding, predicted and measured, around the planned tree."""
+    pair, prompts, rows = pair_of(args), texts(args, 2 * args.count, 128), []
+    temperatures = args.temperatures or [0.0, 0.6]
+    for temperature in temperatures:
+        chooser = sequoia.Planner()
+        for prompt in progress(prompts[1::2], f"planning, {named(temperature)}"):
+            ours(pair, temperature, "auto", planner=chooser)(prompt, args.new_tokens)
+        latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
+        centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
+        sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 4).round().astype(int).tolist()
+        shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if 2 <= d <= n} | {centre}
+        around = {shape: sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes)}
+        runs = interleave({"plain": ours(pair, temperature, "none")} | {
+            shape: ours(pair, temperature, tree) for shape, tree in around.items()}, prompts[::2], args, named(temperature))
+        rows += [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
+                  "tokens/step, predicted": sequoia.expected_tokens(tree, rates), "achieved": tokens_per_step(runs[n, d]),
+                  "x plain, predicted": chooser.speedup(tree, rates), "x plain, achieved": speedup(runs["plain"], runs[n, d])}
+                 for (n, d), tree in around.items()]
+    table("Predicted and achieved around the planned tree", rows)
+    times = [{"model": model, "tokens": n, "ms": 1e3 * seconds, "x one token": seconds / all_seconds[0]}
+             for model, counts, all_seconds in (("target", latency.sizes, latency.target),
+                                                ("draft", latency.widths, latency.draft))
+             for n, seconds in zip(counts, all_seconds)]
+    table("t(n), as the planner measures it: a step without its draft passes, and one draft pass, over n tokens", times)
+    if args.figures:
+        with figure("planner", panels=2) as (left, right):
+            for temperature, marker in zip(temperatures, "osv^"):
+                mine = [row for row in rows if row["temperature"] == temperature]
+                left.plot([row["x plain, predicted"] for row in mine], [row["x plain, achieved"] for row in mine], marker,
+                          markersize=8, color=colour("sequoia"), alpha=0.7, label=named(temperature))
+            left.axline((1, 1), slope=1, color=COLOURS["best"], linestyle="--", linewidth=1)
+            left.set(xlabel="predicted speedup over plain", ylabel="achieved")
+            left.legend()
+            for model, name in (("target", "sequoia"), ("draft", "specinfer")):
+                mine = [row for row in times if row["model"] == model]
+                right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name), label=model)
+            right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
+            right.legend()
+    return {"device": describe(pair), "around": rows, "latency": times}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10  The command line
+
+
+COMMANDS = {command.__name__: command for command in (trees, verification, scaling, speed, planner)}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("command", choices=[*COMMANDS, "all"])
+    add("--target", default=str(sequoia.TINY / "target"), help="folder or hub name of the target (the bundled one)")
+    add("--draft", default=str(sequoia.TINY / "draft"), help="of the draft (the bundled one)")
+    add("--prompts", metavar="FILE", help="a text to take prompts from (held-out files of the standard library)")
+    add("--figures", action="store_true", help="also write figures/COMMAND.png; needs matplotlib")
+    add("--quick", action="store_true", help="fewer and shorter runs")
+    add("--seed", type=int, default=0, help="(0)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; for verification 0.2 0.6 1)")
+    add("--count", type=int, metavar="N", help="prompts (10; 3 with --quick)")
+    add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; 64 with --quick)")
+    add("--nodes", type=int, nargs="+", default=[16, 64], metavar="N", help="trees: sizes to draw (16 64)")
+    add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
+    add("--sweep", action="store_true", help="speed: also k sequences of length L, over a grid of both")
+    add("--synthetic", choices=SYNTHETIC, help="speed: a pair of these shapes with random weights and the paper's acceptance")
+    args = parser.parse_args()
+    has_bfloat16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
+    args.count, args.new_tokens = args.count or (3 if args.quick else 10), args.new_tokens or (64 if args.quick else 128)
+    return args
+
+
+def main():
+    args = arguments()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        if args.figures:
+            pyplot()                                                                # better missed now than at the end
+        chosen = COMMANDS if args.command == "all" else {args.command: COMMANDS[args.command]}
+        results = {name: command(args) for name, command in chosen.items()}
+    except (ValueError, OSError) as error:
+        print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2)
+    result = results if args.command == "all" else results[args.command]
+    print("\n" + json.dumps(json.loads(json.dumps(result), parse_float=lambda text: round(float(text), 4))))
+
+
+if __name__ == "__main__":
+    main()

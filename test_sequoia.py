@@ -1,0 +1,661 @@
+"""The guarantees of sequoia.py, as tests: slow, obvious oracles beside the fast code.
+
+Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below 1e-9: a false
+alarm from any of them has a chance below 1e-6.
+"""
+import dataclasses
+import doctest
+import heapq
+import math
+import os
+import random
+import re
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import sequoia
+from sequoia import (METHODS, Tree, chain, expected_tokens, expected_tokens_table, k_ary, optimal_tree,
+                     sample_and_verify, sequences)
+
+settings.register_profile("sequoia", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile("sequoia")
+
+torch.set_num_threads(1)                        # the tensors are small; on busy cores threads would wait for each other
+
+FULL = bool(os.environ.get("FULL"))             # FULL=1 pytest: wide vocabularies with all their samples, hours on CPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# The paper's acceptance vector (Llama3-70B, Llama3-8B, CNN Daily): measured, so it does not quite decrease.
+PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021, 0.0016,
+               0.0014, 0.001, 0.001, 0.001, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006, 0.0004, 0.0004, 0.0005, 0.0006,
+               0.0004, 0.0003, 0.0002, 0.0004, 0.0001]
+PAPER_SORTED = sorted(PAPER_RATES, reverse=True)
+
+
+def test_docstring_examples_run():
+    results = doctest.testmod(sequoia)
+    assert results.attempted > 0 and results.failed == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1  Token trees (section 3.1)
+
+
+def all_trees(size):
+    """Every tree of `size` nodes: the parents never decrease, and stand before their children."""
+    if size == 1:
+        return [Tree([-1])]
+    return [Tree((*tree.parents, parent)) for tree in all_trees(size - 1)
+            for parent in range(max(0, tree.parents[-1]), size - 1)]
+
+
+SMALL_TREES = [tree for size in range(1, 9) for tree in all_trees(size)]
+
+
+def test_small_trees_are_counted_by_the_catalan_numbers():
+    assert [len(all_trees(size)) for size in range(1, 9)] == [1, 1, 2, 5, 14, 42, 132, 429]
+    assert len(set(SMALL_TREES)) == 626
+
+
+def test_a_tree_knows_its_shape():
+    tree = Tree([-1, 0, 0, 0, 1, 1, 4])
+    assert (tree.size, tree.depth) == (7, 4)
+    assert tree.depths == (0, 1, 1, 1, 2, 2, 3)
+    assert tree.ranks == (0, 0, 1, 2, 0, 1, 0)
+    assert tree.children == ((1, 2, 3), (4, 5), (), (), (6,), (), ())
+    assert tree.paths() == [(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)]
+
+
+def test_a_tree_is_an_immutable_value():
+    tree = Tree([-1, 0, 0])
+    assert tree == Tree(np.array([-1, 0, 0])) and hash(tree) == hash(Tree((-1, 0, 0))) and tree != chain(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tree.parents = (-1,)
+
+
+@pytest.mark.parametrize("parents", [(), (0,), (-1, -1), (-1, 1), (-1, 0, 2), (-1, 0, 1, 0), (-1, 0, 0, 2, 1)])
+def test_parents_out_of_level_order_are_an_error(parents):
+    with pytest.raises(ValueError, match="root" if len(parents) < 2 else "level order"):
+        Tree(parents)
+
+
+def test_from_paths_inverts_paths():
+    shuffle = random.Random(0).shuffle
+    for tree in SMALL_TREES:
+        paths = tree.paths()
+        shuffle(paths)
+        assert Tree.from_paths(paths) == Tree.from_paths([(), *map(list, paths)]) == tree
+
+
+@pytest.mark.parametrize("paths, missing", [([(0, 0)], r"\(0,\)"), ([(1,)], r"\(0,\)"), ([(0,), (0, 2)], r"\(0, 1\)"),
+                                            ([(-1,)], r"\(-2,\)")])
+def test_a_path_without_parent_or_elder_sibling_is_an_error(paths, missing):
+    with pytest.raises(ValueError, match=f"needs {missing}"):
+        Tree.from_paths(paths)
+
+
+def test_mask_shows_a_node_its_ancestors_and_itself():
+    for tree in SMALL_TREES:
+        for node, row in enumerate(tree.mask.tolist()):
+            seen = {node}
+            while (node := tree.parents[node]) >= 0:
+                seen.add(node)
+            assert {i for i, visible in enumerate(row) if visible} == seen
+
+
+def test_drawing_shows_the_tree():
+    assert str(Tree([-1])) == "0"
+    assert str(chain(3)) == "0──1──2──3"
+    assert str(sequences(2, 2)) == ("0─┬─1──3\n"
+                                    "  └─2──4")
+    words = ["the", "cat", "dog", "sat", "is", "ran"]
+    assert Tree([-1, 0, 0, 1, 1, 2]).draw(words) == ("the─┬─cat─┬─sat\n"
+                                                     "    │     └─is\n"
+                                                     "    └─dog──ran")
+
+
+def test_drawing_tells_every_tree_apart():
+    assert len({tree.draw("o" * tree.size) for tree in SMALL_TREES}) == len(SMALL_TREES)
+
+
+def test_drawing_stays_readable_at_64_nodes():
+    tree = optimal_tree(PAPER_RATES, 64, depth=12)
+    lines = str(tree).splitlines()
+    assert len(lines) == tree.children.count(()) and max(map(len, lines)) <= 5 * tree.depth       # a line for each leaf
+    assert sorted(map(int, re.findall(r"\d+", str(tree)))) == list(range(64))
+
+
+def test_chain_sequences_and_k_ary_have_their_shapes():
+    assert chain(3) == Tree([-1, 0, 1, 2])
+    assert sequences(2, 3) == Tree([-1, 0, 0, 1, 2, 3, 4])
+    assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2]) and k_ary(5, 1) == Tree([-1]) and k_ary(1, 4) == chain(3)
+    assert set(sequences(5, 8).paths()) == {(i, *[0] * length) for i in range(5) for length in range(8)}
+    assert set(k_ary(3, 5).paths()) == {path for level in range(1, 5) for path in product(range(3), repeat=level)}
+
+
+@pytest.mark.parametrize("shape, bounds", [(chain, [0]), (sequences, [0, 3]), (sequences, [3, 0]), (k_ary, [0, 2]),
+                                           (k_ary, [2, 0]), (k_ary, [1.5, 2])])
+def test_shapes_below_one_are_an_error(shape, bounds):
+    with pytest.raises(ValueError, match="whole number of at least 1"):
+        shape(*bounds)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix, bounded depth and 2-D rates)
+
+
+def score(path, rates):
+    """f(v), Definition 3.3: the product of the rates on the way. rates: a row a level, the last for all deeper ones."""
+    return math.prod(rates[min(level, len(rates) - 1)][rank] for level, rank in enumerate(path))
+
+
+def best_first(rates, size, depth=math.inf):
+    """The tree of the `size` nodes with the highest scores, taken one by one: where rates never rise with rank, a
+    node's parent and elder siblings score at least as high as it does, so that they are there before it."""
+    taken, frontier = [], [(-1.0, ())]                                                              # (-score, path)
+    while len(taken) < size:
+        path = heapq.heappop(frontier)[1]
+        taken.append(path)
+        first_child, next_sibling = (*path, 0), (*path[:-1], path[-1] + 1) if path else ()
+        for path in filter(None, (first_child, next_sibling)):
+            if len(path) < depth and path[-1] < len(rates[0]):
+                heapq.heappush(frontier, (-score(path, rates), path))
+    return Tree.from_paths(taken)
+
+
+@st.composite
+def acceptance_rates(draw):
+    """1-D or 2-D rates, sorted or not, zeros and sums of 1 among them."""
+    levels, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    weights = draw(st.lists(st.lists(st.integers(0, 9), min_size=ranks + 1, max_size=ranks + 1).filter(any),
+                            min_size=levels, max_size=levels))
+    rates = np.array(weights)[:, :ranks] / np.sum(weights, axis=1, keepdims=True)     # the last share: all are rejected
+    if draw(st.booleans()):
+        rates = -np.sort(-rates, axis=1)
+    return rates[0] if levels == 1 and draw(st.booleans()) else rates
+
+
+@given(acceptance_rates(), st.none() | st.integers(1, 8), st.none() | st.integers(1, 5))
+def test_optimal_tree_equals_brute_force(rates, depth, max_branch):
+    branch, levels = min(max_branch or 8, rates.shape[-1]), depth or 8
+    best = np.full((9, levels + 1), -np.inf)
+    for tree in SMALL_TREES:
+        if max(map(len, tree.children)) <= branch and tree.depth <= levels:
+            value = 1 + sum(score(path, np.atleast_2d(rates)) for path in tree.paths())
+            assert math.isclose(value, expected_tokens(tree, rates), abs_tol=1e-12)
+            best[tree.size, tree.depth:] = np.maximum(best[tree.size, tree.depth:], value)
+    largest = np.flatnonzero(best[:, -1] > 0).max()
+    np.testing.assert_allclose(expected_tokens_table(rates, 8, levels, max_branch), best, atol=1e-12)
+    for size in range(1, 9):
+        if size > largest:
+            with pytest.raises(ValueError, match=f"largest has {largest}$"):
+                optimal_tree(rates, size, depth, max_branch)
+            continue
+        tree = optimal_tree(rates, size, depth, max_branch)
+        assert tree.size == size and tree.depth <= levels and max(map(len, tree.children)) <= branch
+        assert math.isclose(expected_tokens(tree, rates), best[size, -1], abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("rates, depth", [
+    ([PAPER_SORTED], None), ([PAPER_SORTED], 10), ([[2.0**-k for k in range(1, 20)]], 8),
+    ([[0.5, 0.2, 0.1, 0.1], [0.9, 0.1, 0, 0], [0.3, 0.3, 0.3, 0.1]], 12)])
+def test_optimal_tree_equals_best_first_search_at_768_nodes(rates, depth):
+    greedy, tree = best_first(rates, 768, depth or math.inf), optimal_tree(rates, 768, depth)
+    assert tree.size == greedy.size == 768 and tree.depth <= (depth or 768)
+    assert expected_tokens(tree, rates) == pytest.approx(expected_tokens(greedy, rates), abs=1e-9)
+
+
+def test_best_first_is_not_optimal_where_rates_rise_and_the_dynamic_program_is():
+    rates = [0.3, 0.01, 0.69]                                  # the good third child stands behind a bad second one
+    assert best_first([rates], 4) == chain(3) and expected_tokens(chain(3), rates) == pytest.approx(1.417)
+    assert optimal_tree(rates, 4) == k_ary(3, 2) and expected_tokens(k_ary(3, 2), rates) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("rates", [PAPER_RATES, [PAPER_RATES, PAPER_RATES[::-1], PAPER_SORTED]])
+def test_value_of_the_tree_is_the_tables_entry(rates):
+    table = expected_tokens_table(rates, 768, 18)
+    assert table.shape == (769, 19)
+    for size, depth in [(1, 1), (2, 2), (64, 12), (128, 10), (767, 17), (768, 18)]:
+        assert abs(expected_tokens(optimal_tree(rates, size, depth), rates) - table[size, depth]) < 1e-9
+    assert (table[:, 0] == -np.inf).all() and table[32, 2] > 1 and table[33, 2] == -np.inf   # 31 children fill 2 levels
+
+
+def test_a_child_beyond_the_last_rate_is_never_accepted():
+    assert expected_tokens(Tree([-1, 0, 0, 2]), [0.5]) == 1.5 and expected_tokens(chain(2), []) == 1
+
+
+def test_deep_trees_need_no_recursion():
+    assert optimal_tree([1.0], 1200) == chain(1199)
+
+
+@given(st.floats(0, 0.95), st.floats(0, 1), st.integers(1, 60))
+def test_other_shapes_stay_below_the_papers_bounds(first, share, length):
+    rates = [first, share * (0.98 - first)]
+    bound = 1 / (1 - first)
+    assert expected_tokens(chain(length), rates) == pytest.approx((1 - first ** (length + 1)) * bound)
+    assert expected_tokens(chain(length), rates) <= bound * (1 + 1e-12)
+    assert expected_tokens(sequences(2, length), rates) < bound + 1
+    depth, either = length % 10 + 1, sum(rates)             # the paper's 1 / (1 - P2), where P2 is: one of two accepted
+    assert expected_tokens(k_ary(2, depth), rates) == pytest.approx(sum(either**level for level in range(depth)))
+    assert expected_tokens(k_ary(2, depth), rates) <= 1 / (1 - either) * (1 + 1e-12)
+
+
+def test_the_optimal_tree_outgrows_the_bounds_of_other_shapes():
+    bound = 1 / (1 - PAPER_RATES[0]) + 1
+    optimal = expected_tokens_table(PAPER_RATES, 768, 18)[768, 18]
+    assert expected_tokens(sequences(31, 100), PAPER_RATES) < bound < optimal
+
+
+@pytest.mark.parametrize("b", [0.5, 1, 2])
+def test_growth_is_logarithmic_for_power_law_rejection(b):
+    size, ranks, depth = 1024, 32, 12
+    rejection = np.arange(1, ranks + 1) ** -float(b)             # r_k = 1 / k^b, the most that Definition 3.5 allows: a
+    rates = -np.diff(rejection, prepend=1)                       # first child is never accepted
+    value = expected_tokens_table(rates, size, depth)[:, -1]
+    n = np.arange(16, size + 1)
+    assert (value[n] >= b * np.log(n) / (10 * np.log(np.log(n)))).all()
+    for k, levels in product(range(1, ranks + 1), range(1, depth + 1)):             # the proof: no k-ary tree is better
+        if sum(k**level for level in range(levels)) <= size:
+            k_ary_value = sum((1 - rejection[k - 1]) ** level for level in range(levels))
+            assert value[k_ary(k, levels).size] >= k_ary_value - 1e-9
+
+
+@pytest.mark.parametrize("rates, message", [
+    ([0.5, -0.1], r"in \[0, 1\]"), ([1.1], r"in \[0, 1\]"), ([0.5, np.nan], "finite"), ([np.inf], "finite"),
+    ([0.6, 0.5], "sum to 1.1"), ([[0.6, 0.1], [0.6, 0.5]], "sum to 1.1"),
+    (0.5, r"shape .* got \(\)"), (np.zeros((2, 2, 2)), r"got \(2, 2, 2\)"), (np.zeros((0, 3)), r"got \(0, 3\)")])
+def test_rates_that_are_no_probabilities_are_an_error(rates, message):
+    for function, arguments in ((expected_tokens, (chain(1), rates)), (optimal_tree, (rates, 3)),
+                                (expected_tokens_table, (rates, 3, 3))):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
+
+
+@pytest.mark.parametrize("bad", [dict(size=0), dict(size=-3), dict(size=2.5), dict(depth=0), dict(depth=-1),
+                                 dict(max_branch=0)])
+def test_bounds_below_one_are_an_error(bad):
+    (name, value), = bad.items()
+    for call in (optimal_tree, expected_tokens_table):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value}"):
+            call([0.5, 0.25], **{"size": 3, "depth": 3, **bad})
+
+
+@pytest.mark.parametrize("rates, bounds, largest", [
+    ([0.5, 0.25], dict(depth=1), 1), ([0.5, 0.25], dict(depth=3), 7), ([0.5, 0.25], dict(depth=3, max_branch=1), 3),
+    ([], {}, 1)])
+def test_a_size_that_no_tree_can_have_is_an_error_that_names_the_largest(rates, bounds, largest):
+    assert optimal_tree(rates, largest, **bounds).size == largest
+    with pytest.raises(ValueError, match=f"largest has {largest}$"):
+        optimal_tree(rates, largest + 1, **bounds)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3  Sampling (section 3.2, Algorithm 2 line 5)
+
+
+def all_proposals(name, draft_probs, k):
+    """Every sequence of k proposals that a method makes from draft_probs (V,), (sequences, k), and their chances.
+
+    Each proposal is drawn from the draft; for sequoia without the earlier ones, uniformly once no mass is left."""
+    if name == "topk":
+        return METHODS[name].propose(draft_probs[None], k, None), torch.ones(1, dtype=torch.float64)
+    def chance(sequence):
+        chance, draft = 1.0, draft_probs.tolist()
+        for i, token in enumerate(sequence):
+            if sum(draft) == 0:
+                draft = [float(other not in sequence[:i]) for other in range(len(draft))]
+            chance *= draft[token] / sum(draft)
+            if name == "sequoia":
+                draft[token] = 0.0
+        return chance
+    vocab = range(len(draft_probs))
+    found = permutations(vocab, k) if name == "sequoia" else product(vocab, repeat=k)
+    found = {sequence: chance(sequence) for sequence in found}
+    found = {sequence: chance for sequence, chance in found.items() if chance > 0}
+    return torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float64)
+
+
+def chi_square_tail(observed, expected):
+    """The chance of counts at least as far from the expected ones; 0 if something impossible was observed. Neighbouring
+    bins are merged until at least 10 counts are expected in each."""
+    observed, expected = (np.asarray(counts, dtype=np.float64) for counts in (observed, expected))
+    if observed[expected == 0].any():
+        return 0.0
+    starts, total = [0], 0.0
+    for i, count in enumerate(expected):
+        total += count
+        if total >= 10 and expected[i + 1:].sum() >= 10:
+            starts.append(i + 1)
+            total = 0.0
+    observed, expected = np.add.reduceat(observed, starts), np.add.reduceat(expected, starts)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = max(len(starts) - 1, 1)
+    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2)).item()
+
+
+def test_chi_square_tail_is_the_textbooks():
+    assert chi_square_tail([60, 40], [50, 50]) == pytest.approx(math.erfc(2**0.5), rel=1e-9)         # 2 sigma, 0.0455
+    assert chi_square_tail([20, 30, 50], [30, 30, 40]) == pytest.approx(math.exp(-(100 / 30 + 100 / 40) / 2), rel=1e-9)
+    assert chi_square_tail([9, 1, 90], [1, 9, 90]) == 1 and chi_square_tail([99, 1], [100, 0]) == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("draft_probs", [[0.5, 0.3, 0.15, 0.05], [0.7, 0.3, 0, 0], [0, 0, 1, 0], [0.25] * 4])
+def test_each_proposal_is_distributed_as_the_draft_without_the_earlier_ones(name, draft_probs):
+    """Over all sequences of V proposals: also those past the draft's support, which are uniform over what is left."""
+    draft_probs, n, powers = torch.tensor(draft_probs, dtype=torch.float32), 100_000, 4 ** torch.arange(4)
+    tokens = METHODS[name].propose(draft_probs.expand(n, 4), 4, torch.Generator().manual_seed(0))
+    if name == "topk":                                           # which of equals comes first does not matter
+        assert draft_probs[tokens].equal(draft_probs.sort(descending=True).values.expand(n, 4))
+        return
+    possible, chances = all_proposals(name, draft_probs.double(), 4)
+    expected = torch.zeros(4**4, dtype=torch.float64).index_put_(((possible * powers).sum(1),), n * chances)
+    assert chi_square_tail((tokens * powers).sum(1).bincount(minlength=4**4), expected) > 1e-9
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4  Verification of a node's children (sections 2.2 and 3.2, Algorithm 2)
+
+
+def distribution(weights):
+    weights = torch.as_tensor(weights, dtype=torch.float64)
+    return weights / weights.sum()
+
+
+@st.composite
+def pairs_of_distributions(draw):
+    """A target's and a draft's distribution over 2 to 4 tokens, in all the relations that make trouble."""
+    vocab = draw(st.integers(2, 4))
+    weights = st.lists(st.integers(1, 20) | st.just(1e-6), min_size=vocab, max_size=vocab)
+    which = st.lists(st.booleans(), min_size=vocab, max_size=vocab).map(np.array)                     # some of the tokens
+    target, draft = np.array([draw(weights), draw(weights)], dtype=float)
+    relation = draw(st.sampled_from(["positive", "with zeros", "equal", "nearly equal", "disjoint", "one-hot target",
+                                     "one-hot draft"]))
+    if relation == "with zeros":
+        target[~draw(which)] = 0
+        draft[~draw(which)] = 0
+    elif relation == "equal":
+        draft = target
+    elif relation == "nearly equal":
+        draft = target * (1 + 1e-10 * draft)
+    elif relation == "disjoint":
+        parted = draw(which)
+        target, draft = target * parted, draft * ~parted
+    elif relation == "one-hot target":
+        target = np.eye(vocab)[draw(st.integers(0, vocab - 1))]
+    elif relation == "one-hot draft":
+        draft = np.eye(vocab)[draw(st.integers(0, vocab - 1))]
+    assume(target.any() and draft.any())
+    return distribution(target), distribution(draft)
+
+
+def outcome(name, target_probs, draft_probs, k):
+    """What verifying k children comes to, exactly: the distribution of the token put out (V,), and each child's chance
+    to be the accepted one (k,). The sum over all proposals; a test `noise < ratio` passes with chance min(ratio, 1)."""
+    tokens, chances = all_proposals(name, draft_probs, k)
+    rows = target_probs.expand(len(tokens), -1), draft_probs.expand(len(tokens), -1)
+    ratios, residual = METHODS[name].ratios(*rows, tokens, [len(tokens)] * k, None)
+    output, accepted = torch.zeros_like(target_probs), torch.zeros(k, dtype=torch.float64)
+    for i in range(k):
+        passes = chances * ratios[:, i].clamp(max=1)
+        output.index_add_(0, tokens[:, i], passes)
+        accepted[i] = passes.sum()
+        chances = chances - passes
+    return output + chances @ residual, accepted
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(pairs_of_distributions())
+def test_output_distribution_equals_target_exactly(name, pair):
+    for k in range(1, len(pair[0]) + 1):
+        torch.testing.assert_close(outcome(name, *pair, k)[0], pair[0], rtol=0, atol=1e-6)
+
+
+def algorithm_2(target_probs, draft_probs, tokens, blue):
+    """Algorithm 2 as printed, with its blue lines or without (SpecInfer): each child's chance to be the accepted one
+    (k,), and each token's to be drawn from the residual (V,)."""
+    R, D, S, accepted, rejected = target_probs.numpy(), draft_probs.numpy().copy(), set(), [], 1.0
+    for s in tokens:
+        ratio = min(R[s] / D[s], 1)
+        accepted.append(rejected * ratio)
+        rejected *= 1 - ratio
+        if rejected == 0:
+            return accepted + [0] * (len(tokens) - len(accepted)), 0 * R
+        left = np.maximum(R - D, 0)
+        R = left / left.sum() if left.any() else R        # nothing left: a rejection by rounding alone, of chance 1e-16
+        if blue:
+            D[s] = 0
+            S.add(s)
+            if D.sum() == 0 and len(S) < len(D):
+                D = np.array([float(t not in S) for t in range(len(D))])
+            D = D / max(D.sum(), 1e-300)                                           # all tokens tried: the end, D is 0
+    return accepted, rejected * R
+
+
+@pytest.mark.parametrize("name", ["sequoia", "specinfer"])
+@given(pairs_of_distributions())
+def test_verification_equals_algorithm_2_line_by_line(name, pair):
+    tokens, _ = all_proposals(name, pair[1], len(pair[1]))
+    n, k = tokens.shape
+    ratios, residual = METHODS[name].ratios(pair[0].expand(n, -1), pair[1].expand(n, -1), tokens, [n] * k, None)
+    for row in range(n):
+        passes = ratios[row].clamp(max=1)
+        reached = torch.cat([torch.ones(1), (1 - passes).cumprod(0)])
+        accepted, rest = algorithm_2(*pair, tokens[row].tolist(), blue=name == "sequoia")
+        np.testing.assert_allclose(reached[:-1] * passes, accepted, atol=1e-6)
+        np.testing.assert_allclose(reached[-1] * residual[row], rest, atol=1e-6)
+
+
+@given(pairs_of_distributions())
+def test_one_child_is_accepted_as_often_as_optimal_transport_allows(pair):
+    optimal = 1 - (pair[0] - pair[1]).abs().sum() / 2
+    for name in ("sequoia", "specinfer", "spectr"):
+        torch.testing.assert_close(outcome(name, *pair, 1)[1].sum(), optimal, rtol=0, atol=1e-6)
+
+
+@given(pairs_of_distributions())
+def test_spectr_accepts_as_often_as_its_best_division_factor(pair):
+    """k-sequential selection for each of many factors: those whose residual is nowhere negative are lossless."""
+    (P, Q), k = pair, 3
+    factors = torch.linspace(1, k, 2001, dtype=torch.float64)[:, None]
+    taken = torch.minimum(P / factors, Q)                                                            # (factors, V)
+    rejected = 1 - taken.sum(dim=1, keepdim=True)                                                    # by one test
+    tries = sum(rejected**i for i in range(k))
+    lossless = (P - tries * taken >= -1e-12).all(dim=1)
+    best = (1 - rejected[lossless] ** k).max()
+    assert outcome("spectr", P, Q, k)[1].sum().item() == pytest.approx(best.item(), abs=2e-3)
+
+
+def test_topk_and_naive_accept_less_than_optimal_transport():
+    """The paper's counter-example: target and draft agree, and yet a child is rejected."""
+    both = distribution([0.6, 0.4])
+    assert outcome("topk", both, both, 1)[1].item() == pytest.approx(0.6)
+    assert outcome("naive", both, both, 1)[1].item() == pytest.approx(0.6**2 + 0.4**2)
+
+
+@given(pairs_of_distributions())
+def test_sequoia_and_topk_always_accept_when_the_children_cover_the_target(pair):
+    target_probs, draft_probs = pair
+    for name in ("sequoia", "topk"):
+        assert outcome(name, target_probs, draft_probs, len(draft_probs))[1].sum().item() == pytest.approx(1, abs=1e-6)
+        target_inside = distribution(torch.where(draft_probs > 0, target_probs + 0.01, 0))
+        support = int((draft_probs > 0).sum())
+        assert outcome(name, target_inside, draft_probs, support)[1].sum().item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name, accepted", dict(sequoia=1, topk=1, specinfer=0.75, spectr=0.75, naive=0.75).items())
+def test_methods_that_repeat_a_child_do_not_cover(name, accepted):
+    """The paper's counter-example: with chance 1/4 both children are the token that the target never says."""
+    assert outcome(name, distribution([1, 0]), distribution([1, 1]), 2)[1].sum().item() == pytest.approx(accepted)
+
+
+def count_tokens(name, target_probs, draft_probs, k, samples, generator):
+    """How often each token is put out in `samples` runs of verification, (V,), through the vectorised code."""
+    counts, rows = torch.zeros(len(target_probs), dtype=torch.long), 2**23 // len(target_probs)
+    for start in range(0, samples, rows):
+        n = min(rows, samples - start)
+        _, token = sample_and_verify(target_probs.expand(n, -1), draft_probs.expand(n, -1), k, name, generator)
+        counts += token.bincount(minlength=len(counts)).cpu()
+    return counts
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 16, 4096, 32_000])
+@pytest.mark.parametrize("name", METHODS)
+def test_output_distribution_equals_target(name, vocab):
+    """200,000 samples or 10 V, or the share of them that a CPU draws in seconds. Target and draft prefer opposite ends
+    of the vocabulary, so that an error tilts the counts from end to end, which merging neighbours cannot hide."""
+    samples = max(200_000, 10 * vocab)
+    if not FULL and DEVICE == "cpu":
+        samples = min(samples, 2**24 // vocab)
+    generator, place = torch.Generator(DEVICE).manual_seed(vocab), torch.linspace(0, 1, vocab, device=DEVICE)
+    noise = torch.rand(2, vocab, generator=generator, device=DEVICE) + 0.1
+    target_weights, draft_weights = noise[0] * torch.exp(-4 * place), noise[1] * torch.exp(-4 * (1 - place))
+    target_weights[vocab - vocab // 4:] = 0
+    draft_weights[: vocab // 8] = 0
+    target_probs, draft_probs = target_weights / target_weights.sum(), draft_weights / draft_weights.sum()
+    counts = count_tokens(name, target_probs, draft_probs, min(3, vocab), samples, generator)
+    assert chi_square_tail(counts, samples * distribution(target_probs.cpu())) > 1e-9
+
+
+HAZARDS = {
+    "draft 0 at target tokens": ([0.4, 0.3, 0.2, 0.1], [0, 0, 0.5, 0.5]),
+    "target 0 at draft tokens": ([0, 0, 0.5, 0.5], [0.4, 0.3, 0.2, 0.1]),
+    "disjoint": ([0.3, 0.7, 0, 0], [0, 0, 0.5, 0.5]),
+    "equal": ([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]),
+    "one-hot target": ([0, 0, 1, 0], [0.4, 0.3, 0.2, 0.1]),
+    "one-hot draft": ([0.4, 0.3, 0.2, 0.1], [0, 0, 1, 0]),
+    "different one-hots": ([0, 0, 1, 0], [0, 1, 0, 0]),
+    "underflow at temperature 0.05": tuple((torch.tensor(logits) / 0.05).softmax(0).tolist() for logits in (
+        [8.0, 7.9, 3.0, -9.0], [3.0, 7.9, 2.7, -9.0])),               # exp(-98) is subnormal in float32, exp(-338) is 0
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("hazard", HAZARDS)
+def test_output_distribution_survives(hazard, name):
+    target_probs, draft_probs = torch.tensor(HAZARDS[hazard], dtype=torch.float32)
+    for k in (1, 2, 4):
+        counts = count_tokens(name, target_probs, draft_probs, k, 10_000, torch.Generator().manual_seed(k))
+        assert chi_square_tail(counts, 10_000 * distribution(target_probs)) > 1e-9
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_distribution_survives_a_vocabulary_of_128_256(name):
+    likely, vocab = torch.tensor([5, 70_000, 128_255]), 128_256
+    target_probs, draft_probs = torch.zeros(vocab), torch.full((vocab,), 0.5 / vocab)
+    target_probs[likely] = torch.tensor([0.5, 0.25, 0.25])
+    draft_probs[likely[1:]] += 0.25
+    counts = count_tokens(name, target_probs, draft_probs, 2, 64, torch.Generator().manual_seed(0))
+    assert counts.sum() == 64 and chi_square_tail(counts, 64 * distribution(target_probs)) > 1e-9
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_leading_dimensions_are_a_batch(name):
+    wanted = torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0))
+    target_probs, draft_probs = torch.eye(5)[wanted], torch.full((2, 3, 4, 5), 0.2)
+    rank, token = sample_and_verify(target_probs, draft_probs, 3, name, torch.Generator().manual_seed(0))
+    assert token.equal(wanted) and rank.shape == wanted.shape and set(rank.unique().tolist()) == {-1, 0, 1, 2}
+
+
+def random_rows(rows):
+    """Target and draft distributions over 6 tokens, (rows, 6) each, far from each other and from uniform."""
+    return (6 * torch.rand(2, rows, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_noise_is_fresh_at_every_call_and_repeats_with_the_seed(name):
+    method, (target_probs, draft_probs), generator = METHODS[name], random_rows(500), torch.Generator().manual_seed(0)
+    tokens, again = (method.propose(draft_probs, 2, generator) for _ in range(2))
+    ranks, others = (method.verify(target_probs, draft_probs, tokens, generator)[0] for _ in range(2))
+    assert not ranks.equal(others) and (name == "topk" or not tokens.equal(again))
+    first, second = (sample_and_verify(target_probs, draft_probs, 2, name, generator.manual_seed(1)) for _ in range(2))
+    assert first[0].equal(second[0]) and first[1].equal(second[1])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_accepted_rank_points_at_the_token(name):
+    generator, (target_probs, draft_probs) = torch.Generator().manual_seed(0), random_rows(1000)
+    tokens = METHODS[name].propose(draft_probs, 3, generator)
+    rank, token = METHODS[name].verify(target_probs, draft_probs, tokens, generator)
+    accepted = rank >= 0
+    assert 0 < accepted.sum() and tokens[accepted, rank[accepted]].equal(token[accepted])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ending_early_changes_no_outcome(name):
+    n, (target_probs, draft_probs) = 100, random_rows(100)
+    tokens = METHODS[name].propose(draft_probs, 3, torch.Generator().manual_seed(2))
+    noise = torch.rand(n, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ratios, residual = METHODS[name].ratios(target_probs, draft_probs, tokens, [n] * 3, None)
+    for row in range(n):
+        one = slice(row, row + 1)
+        early, rest = METHODS[name].ratios(target_probs[one], draft_probs[one], tokens[one], [1] * 3, noise[one])
+        accepted = (noise[one] < ratios[one]).any()
+        assert (noise[one] < early).byte().argmax() == (noise[one] < ratios[one]).byte().argmax()
+        assert (noise[one] < early).any() == accepted and (accepted or rest.equal(residual[one]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_with_fewer_children_are_verified_as_if_alone(name):
+    children, with_child = (4, 3, 2, 2, 1), [5, 4, 2, 1]      # each row's children; rows with a child of rank 0, 1, ...
+    target_probs, draft_probs = random_rows(5)
+    tokens = METHODS[name].propose(draft_probs, 4, torch.Generator().manual_seed(0))
+    for row, k in enumerate(children):
+        tokens[row, k:] = -1
+    ratios, residual = METHODS[name].ratios(target_probs, draft_probs, tokens, with_child, None)
+    for row, k in enumerate(children):
+        alone = slice(row, row + 1)
+        expected = METHODS[name].ratios(target_probs[alone], draft_probs[alone], tokens[alone, :k], [1] * k, None)
+        torch.testing.assert_close((ratios[alone, :k], residual[alone]), expected)
+        assert (ratios[row, k:] == 0).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_distribution_equals_target_for_rows_with_fewer_children(name):
+    n, generator = 20_000, torch.Generator().manual_seed(0)
+    target_probs, draft_probs = torch.tensor([0.3, 0.1, 0.2, 0, 0.4]), torch.tensor([0.05, 0.3, 0.15, 0.1, 0.4])
+    tokens = METHODS[name].propose(draft_probs.expand(3 * n, 5), 3, generator)
+    tokens[n:, 2] = tokens[2 * n:, 1] = -1                                              # three children, two, one
+    rank, token = METHODS[name].verify(target_probs.expand(3 * n, 5), draft_probs.expand(3 * n, 5), tokens, generator,
+                                       with_child=[3 * n, 2 * n, n])
+    for k, ranks, output in zip((3, 2, 1), rank.split(n), token.split(n)):
+        assert ranks.max() == k - 1
+        assert chi_square_tail(output.bincount(minlength=5), n * distribution(target_probs)) > 1e-9
+
+
+def test_a_walk_yields_the_expected_tokens_of_its_tree():
+    """Proposition 3.4, by Monte Carlo. With one target and one draft distribution everywhere the positional acceptance
+    assumption holds, with the rates that the enumeration gives. False alarm: 6 standard errors, 2e-9."""
+    target_probs, draft_probs = distribution([0.4, 0.3, 0.2, 0.1]), distribution([0.2, 0.5, 0.1, 0.2])
+    rates = outcome("sequoia", target_probs, draft_probs, 3)[1]
+    tree, walks, generator = optimal_tree(rates, 24), 50_000, torch.Generator().manual_seed(0)
+    child = torch.full((tree.size, 4), -1)                                 # by node and rank; the last column: rejected
+    for node, children in enumerate(tree.children):
+        child[node, : len(children)] = torch.tensor(children, dtype=torch.long)
+    node, tokens = torch.zeros(walks, dtype=torch.long), torch.ones(walks, dtype=torch.float64)
+    for _ in range(tree.depth):
+        rank, _ = sample_and_verify(target_probs.expand(walks, 4), draft_probs.expand(walks, 4), 3, generator=generator)
+        node = torch.where(node >= 0, child[node, rank], -1)
+        tokens += node >= 0
+    assert abs(tokens.mean() - expected_tokens(tree, rates)) < 6 * tokens.std() / walks**0.5
+
+
+HALF, NAN = torch.full((3, 2), 0.5), torch.tensor([0.5, math.nan])
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((NAN, HALF[0], 1), "target_probs must be .* NaN"), ((HALF[0], NAN, 1), "draft_probs must be .* NaN"),
+    ((torch.tensor([1.5, -0.5]), HALF[0], 1), "target_probs must be .* negative"),
+    ((HALF[0], torch.tensor([1.5, -0.5]), 1), "draft_probs must be .* negative"),
+    ((HALF * 2, HALF, 1), "target_probs must be .* summing to 1"), ((HALF, HALF * 0, 1), "draft_probs .* summing to 1"),
+    ((HALF, HALF, 3), "size 2, got 3"), ((HALF, HALF, 0), "got 0"),
+    ((HALF, HALF[0], 1), r"\(3, 2\) and draft_probs \(2,\)"), ((HALF[0, 0], HALF[0, 0], 1), "one shape"),
+    ((HALF, HALF, 1, "medusa"), "unknown method 'medusa'; there are sequoia, specinfer, spectr, naive, topk")])
+def test_what_cannot_be_verified_is_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sample_and_verify(*arguments)
