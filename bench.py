@@ -1,18 +1,18 @@
 """The tables and figures of the paper, measured here, each by one command:
 
-    python bench.py trees            # token trees, their expected tokens by size, what finding them costs     Figure 1
-    python bench.py verification     # rejection rate by number of children, for every method                  Figure 4
-    python bench.py scaling          # tokens per step by tree size, in real decoding                          section 5.2
-    python bench.py speed            # side by side with transformers: tokens per step, ms per token           Table 1
-    python bench.py planner          # the planner's promises against what was achieved                        section 4
-    python bench.py all --quick      # everything, in under ten minutes on two cores
+    python bench.py trees           # token trees, their expected tokens by size, what finding them costs      Figure 1
+    python bench.py verification    # rejection rate by number of children, for every method                section 3.2
+    python bench.py scaling         # tokens per step by tree size, in real decoding                        section 5.2
+    python bench.py speed           # side by side with transformers: tokens per step, ms per token             Table 1
+    python bench.py planner         # the planner's promises against what was achieved                        section 4
+    python bench.py all --quick     # everything, in under ten minutes on two cores
 
-`speed --synthetic 7b-68m` needs no weights: it makes a pair of the paper's shapes on the spot, with the paper's acceptance.
-Every command takes any pair (`--target --draft`, by default the bundled one) and any text (`--prompts`), prints Markdown
-tables and ends with one line of JSON. With `--figures` it also draws `figures/COMMAND.png` (needs matplotlib).
+`speed --synthetic 7b-68m` needs no weights: it makes a pair of the paper's shapes, with its acceptance, on the spot.
+Every command takes any pair (`--target --draft`, by default the bundled one) and any text (`--prompts`), prints tables
+in Markdown and ends with one line of JSON. With `--figures` it also draws `figures/COMMAND.png`; needs matplotlib.
 
-Rules of the comparison: the same prompts and weights for all, interleaved, so that a slow minute of the machine hits all
-alike; medians; transformers' own methods on the models as transformers loads them, with the best of several settings each.
+Rules of the comparison: the same prompts and weights for all, interleaved, so that a slow minute of the machine hits
+all alike; medians; transformers' own methods on the models as transformers loads them, each with its best settings.
 """
 import argparse
 import contextlib
@@ -49,8 +49,8 @@ HERE = Path(__file__).parent
 COLOURS = {"sequoia": "#15803d", "specinfer": "#ea580c", "spectr": "#7c3aed", "naive": "#a16207", "topk": "#2563eb",
            "k-ary": "#0891b2", "chain": "#be185d", "generate": "#6b7280", "assisted": "#dc2626", "lookup": "#ca8a04",
            "plain": "#9ca3af", "best": "#111827"}
-TREE_OF = {"sequences": "specinfer", "sequences 5x8": "specinfer", "16 sequences": "specinfer", "k sequences": "specinfer",
-           "2-ary": "k-ary", "paper's tree": "sequoia", "too large": "sequoia"}
+TREE_OF = {"sequences": "specinfer", "sequences 5x8": "specinfer", "16 sequences": "specinfer",
+           "k sequences": "specinfer", "2-ary": "k-ary", "paper's tree": "sequoia", "too large": "sequoia"}
 
 
 def colour(name: str) -> str:
@@ -65,13 +65,14 @@ def table(title: str, rows: list[dict]) -> list[dict]:
             return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
         return "-" if value is None else str(value)
 
-    columns = [[key] + [show(row[key]) for row in rows] for key in rows[0]]
-    columns = [[columns[0][0], "-" * 3] + columns[0][1:]] + [[c[0], "--:"] + c[1:] for c in columns[1:]]
+    columns = [[key, *(show(row[key]) for row in rows)] for key in rows[0]]
     widths = [max(map(len, column)) for column in columns]
-    print(f"\n**{title}**\n")
-    for first, *others in zip(*columns):
-        cells = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        print("| " + " | ".join(cells) + " |", flush=True)
+    columns = [[cell.rjust(width) if i else cell.ljust(width) for cell in column]
+               for i, (column, width) in enumerate(zip(columns, widths))]
+    header, *lines = zip(*columns)
+    rule = ["-" * (width - 1) + (":" if i else "-") for i, width in enumerate(widths)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+    print(f"\n**{title}**\n", *lines, sep="\n", flush=True)
     return rows
 
 
@@ -87,8 +88,9 @@ def pyplot():
     except ImportError:
         raise ValueError("--figures needs matplotlib, which is not installed: pip install matplotlib") from None
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                                "grid.alpha": 0.25, "lines.linewidth": 2.5, "legend.frameon": False, "legend.fontsize": 12})
+    matplotlib.rcParams.update({
+        "font.size": 14, "lines.linewidth": 2.5, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "legend.fontsize": 12})
     return importlib.import_module("matplotlib.pyplot")
 
 
@@ -138,12 +140,12 @@ def synchronise():
 
 
 class Pair:
-    """A target and a draft as transformers loads them, for its own methods, and `fast`: the same two made ready for this
-    project's, on a CPU copies with packed weights."""
+    """A target and a draft as transformers loads them, for its own methods, and `fast`: the same two made ready for
+    sequoia.py, on a CPU copies with packed weights."""
 
     def __init__(self, target, draft):
         self.target, self.draft = target.eval(), draft.eval()
-        for model in (target, draft):                             # all contenders decode to the same length, past any EOS
+        for model in (target, draft):                        # all contenders decode to the same length, past any EOS
             model.config.eos_token_id = model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
 
@@ -158,13 +160,14 @@ def pair_of(args) -> Pair:
     """The pair that the command line names, loaded once."""
     if not hasattr(args, "pair"):
         args.tokenizer = sequoia.load_tokenizer(args)
-        args.pair = Pair(*(sequoia.load(name, args, say=lambda text: None, packed=False) for name in (args.target, args.draft)))
+        load = functools.partial(sequoia.load, args=args, say=lambda text: None, packed=False)
+        args.pair = Pair(load(args.target), load(args.draft))
     return args.pair
 
 
 def texts(args, count: int, length: int) -> list[torch.Tensor]:
-    """`count` pieces of `length` tokens, (1, length) each, always the same ones: from the middle of standard-library files
-    that the bundled pair was not trained on, or evenly spaced from the file given."""
+    """`count` pieces of `length` tokens, (1, length) each, always the same: from the middle of files of the standard
+    library that the bundled pair was not trained on, or evenly spaced from the file given."""
     if args.prompts:
         ids = args.tokenizer(Path(args.prompts).read_text(encoding="utf-8"))["input_ids"]
         starts, sources = np.linspace(0, len(ids) - length, count), [ids] * count
@@ -173,7 +176,7 @@ def texts(args, count: int, length: int) -> list[torch.Tensor]:
     else:
         from tiny.train import source_files
         files = [path.read_text(encoding="utf-8", errors="ignore") for path in source_files(held_out=True)]
-        files = [text for text in files if len(text) > 12 * length]                                # long enough in tokens
+        files = [text for text in files if len(text) > 12 * length]                              # long enough in tokens
         sources = [args.tokenizer(files[i * len(files) // count])["input_ids"] for i in range(count)]
         starts = [max(0, len(ids) - length) / 2 for ids in sources]
     pieces = [ids[int(start) : int(start) + length] for ids, start in zip(sources, starts)]
@@ -182,7 +185,7 @@ def texts(args, count: int, length: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def teacher_forced(pair: Pair, pieces, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both models' logits at the last `keep` positions of each text, (positions, V) float32, for the tokens both know."""
+    """Both models' logits at the last `keep` positions of each text, (positions, V) float32; V: tokens both know."""
     logits = [torch.cat([model(piece).logits[0, -keep:].float() for piece in progress(pieces, "reading")])
               for model in (pair.target, pair.draft)]
     known = min(x.shape[1] for x in logits)
@@ -207,21 +210,23 @@ def trees(args):
     drawn = [sequoia.optimal_tree(PAPER_RATES, size, min(size, 12)) for size in args.nodes]
     for tree in drawn:
         expected = sequoia.expected_tokens(tree, PAPER_RATES)
-        print(f"\n**{tree.size} nodes on at most 12 levels: {expected:.2f} tokens per step expected**\n\n```\n{tree}\n```")
+        print(f"\n**{tree.size} nodes on at most 12 levels: {expected:.2f} expected tokens**\n\n```\n{tree}\n```")
     largest = 1024 if args.quick else 4096
     costs = [cost_of_construction(*shape) for shape in progress([(768, 18, 31), (largest, 24, 31)], "constructing")]
     table("The dynamic program: time and peak memory", costs)
     shapes = [(512, 12, 16), (256, 12, 16), (1024, 12, 16), (512, 6, 16), (512, 24, 16), (512, 12, 8), (512, 12, 31)]
     growth = [min((cost_of_construction(*shape) for _ in range(3)), key=lambda cost: cost["seconds"])
               for shape in progress(shapes, "growth")]
-    table("Its growth with n, d and b", [{**cost, "times the first": cost["seconds"] / growth[0]["seconds"]} for cost in growth])
+    growth = [{**cost, "times the first": cost["seconds"] / growth[0]["seconds"]} for cost in growth]
+    table("Its growth with n, d and b", growth)
 
-    best = sequoia.expected_tokens_table(PAPER_RATES, largest, 24).max(axis=1)                              # (size + 1,)
+    best = sequoia.expected_tokens_table(PAPER_RATES, largest, 24).max(axis=1)                            # (size + 1,)
     rows = []
     for n in [2**i for i in range(3, largest.bit_length())]:
         by_k = {k: sequoia.expected_tokens(sequences_within(n, k), PAPER_RATES) for k in (1, 2, 4, 8, 16, 32) if k < n}
         rows.append({"nodes": n, "sequoia": float(best[: n + 1].max()), "k sequences": max(by_k.values()),
-                     "16 sequences": by_k.get(16), "2-ary": full_tree(2, n), "4-ary": full_tree(4, n), "chain": by_k[1]})
+                     "16 sequences": by_k.get(16), "2-ary": full_tree(2, n), "4-ary": full_tree(4, n),
+                     "chain": by_k[1]})
     table("Expected tokens per step by tree size; k sequences: the best k", rows)
     if args.figures:
         with figure("trees", panels=2) as (left, right):
@@ -260,8 +265,8 @@ def draw_tree(axes, tree):
         for child in children:
             left[child], start = start, start + leaves[child]
     x = [start + width / 2 for start, width in zip(left, leaves)]
-    for node, parent in enumerate(tree.parents[1:], 1):
-        axes.plot([x[parent], x[node]], [tree.depths[parent], tree.depths[node]], color="#9ca3af", linewidth=1, zorder=1)
+    for edge in list(enumerate(tree.parents))[1:]:
+        axes.plot([x[node] for node in edge], [tree.depths[node] for node in edge], color="#9ca3af", lw=1, zorder=1)
     axes.scatter(x, tree.depths, s=26, color=colour("sequoia"), zorder=2)
     axes.set(ylabel="level", title=f"{tree.size} nodes on {tree.depth} levels", xticks=[])
     axes.invert_yaxis()
@@ -271,6 +276,7 @@ def draw_tree(axes, tree):
 # 4  verification: rejection rates (sections 3.2 and 5.3)
 
 
+METHODS = ("sequoia", "specinfer", "spectr", "naive", "topk")
 CHILDREN = (1, 2, 4, 8, 16, 32)
 
 
@@ -279,25 +285,25 @@ def verification(args):
     temperatures = args.temperatures or [0.2, 0.6, 1.0]
     target, draft = teacher_forced(pair_of(args), texts(args, 1 if args.quick else 4, 256), keep=128)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    curves = {}                                                                # (temperature, top-p): {method: rates by k}
+    curves = {}                                                             # (temperature, top-p): {method: rates by k}
     for temperature, top_p in progress([(t, 1.0) for t in temperatures] + [(1.0, 0.8), (1.0, 0.9)], "rejection rates"):
         P, Q = (probabilities(logits, temperature, top_p) for logits in (target, draft))
-        curves[temperature, top_p] = {name: rejection_rates(name, P, Q, CHILDREN, generator) for name in sequoia.METHODS}
+        curves[temperature, top_p] = {name: rejection_rates(name, P, Q, CHILDREN, generator) for name in METHODS}
         curves[temperature, top_p]["best"] = [least_rejection_independent(P, Q, k) for k in CHILDREN]
     rows = [{"temperature": t, "top-p": p, "method": name, "exponent": power_law(rates),
              **{f"k = {k}": rate for k, rate in zip(CHILDREN, rates)}}
             for (t, p), by_method in curves.items() for name, rates in by_method.items()]
-    table(f"Rejection rate of k children, {len(target)} positions, and b in its fit to a / k^b; best: the least that any "
-          f"rule could reject, given independent children", rows)
-    small = table("The same over 6 tokens only, the likeliest at each position, renormalised, at temperature 1; best: the "
-                  "least that any rule could reject, given independent children, and given children without replacement",
-                  rejections_of_six(target, draft, generator))
+    table(f"Rejection rate of k children at {len(target)} positions; exponent: b in a fit to a / k^b; best: the least "
+          f"that any rule could reject, given independent children", rows)
+    small = rejections_of_six(target, draft, generator)
+    table("The same over 6 tokens, the likeliest of each position, renormalised, at temperature 1; best: the least "
+          "that any rule could reject, given independent children or children drawn without replacement", small)
     if args.figures:
         with figure("verification", panels=len(temperatures), share=True) as axes:
             for axis, temperature in zip(axes, temperatures):
                 by_k = [{"k": k, **dict(zip(curves[temperature, 1.0], rates))}
                         for k, rates in zip(CHILDREN, zip(*curves[temperature, 1.0].values()))]
-                draw_curves(axis, by_k, "k", dict.fromkeys(sequoia.METHODS, "-") | {"best": "--"}, "children k")
+                draw_curves(axis, by_k, "k", dict.fromkeys(METHODS, "-") | {"best": "--"}, "children k")
                 axis.set(title=f"temperature {temperature:g}", yscale="log")
             axes[0].set_ylabel("rejection rate")
             axes[0].legend()
@@ -305,8 +311,8 @@ def verification(args):
 
 
 def rejection_rates(name: str, P, Q, ks, generator, repeats: int = 4) -> list[float]:
-    """The chance that all of k children are rejected, for each k: proposals are drawn, the accept tests taken exactly, as
-    the product of 1 - ratio over the children, and all that averaged over the positions. P, Q: (positions, V)."""
+    """The chance that all of k children are rejected, for each k: the mean over positions, and over some draws of the
+    proposals, of the product of 1 - ratio over the children: the accept tests are exact. P, Q: (positions, V)."""
     method, rows, total = sequoia.METHODS[name], max(1, 2**21 // P.shape[1]), torch.zeros(max(ks), device=P.device)
     for p, q in zip((P.repeat(repeats, 1)).split(rows), Q.repeat(repeats, 1).split(rows)):
         tokens = method.propose(q, max(ks), generator)                                                       # (rows, k)
@@ -324,16 +330,16 @@ def power_law(rates) -> float | None:
     return float(-np.polyfit(*np.log(np.array(points).T), 1)[0]) if len(points) > 1 else None
 
 
-# The best that any verification rule can do is a transport problem: as much as possible of each set of children's chance
-# goes to a token in the set, and no token gets more than P. It is a linear program, and by max-flow = min-cut what is left
-# over, the rejection rate, is the largest excess of a set A of tokens,
+# The best that any verification rule can do is a transport problem: of each set of children's chance as much as can be
+# goes to tokens in the set, and no token gets more than P. That is a linear program, and by max-flow = min-cut what is
+# left over, the rejection rate, is the largest excess of a set A of tokens,
 #
 #     max over A of  Pr(all children in A) - P(A),                       for one child the distance ||P - Q||_1 / 2.
 
 
 def least_rejection_independent(P, Q, k: int) -> float:
-    """With independent children the excess is Q(A)^k - P(A), a convex function of the point (P(A), Q(A)), so the best A is
-    an extreme one: the tokens with Q / P above some threshold. Exact for every vocabulary. The mean over (positions, V)."""
+    """With independent children the excess is Q(A)^k - P(A), a convex function of the point (P(A), Q(A)), so the best A
+    is an extreme one: the tokens with Q / P above a threshold. Exact for every V. The mean over (positions, V)."""
     order = torch.where(Q > 0, Q / P, 0).argsort(dim=1, descending=True)
     P_of_A, Q_of_A = (x.double().gather(1, order).cumsum(dim=1) for x in (P, Q))                        # (positions, V)
     return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
@@ -342,11 +348,11 @@ def least_rejection_independent(P, Q, k: int) -> float:
 def least_rejection_different(P, Q, k: int) -> float:
     """The same for children drawn without replacement, by trying all 2^V sets. The mean over (positions, V)."""
     P, Q, V = P.double().cpu(), Q.double().cpu(), P.shape[1]
-    member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                                  # (2^V, V): A
+    member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                                # (2^V, V): A
     inside = torch.zeros(len(P), 2**V, dtype=torch.double)
     for draws in itertools.permutations(range(V), k):
         left = 1 - torch.cat([torch.zeros(len(P), 1), Q[:, draws].cumsum(dim=1)[:, :-1]], dim=1)
-        chance = (Q[:, draws] / left.clamp(min=1e-12)).prod(dim=1)                                         # (positions,)
+        chance = (Q[:, draws] / left.clamp(min=1e-12)).prod(dim=1)                                       # (positions,)
         inside += chance[:, None] * member[:, draws].all(dim=1)
     return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
 
@@ -355,7 +361,7 @@ def rejections_of_six(target_logits, draft_logits, generator) -> list[dict]:
     P, Q = probabilities(target_logits, 1.0), probabilities(draft_logits, 1.0)
     likeliest, ks = (P + Q).topk(6, dim=1).indices, (1, 2, 3)
     P, Q = (x.gather(1, likeliest) / x.gather(1, likeliest).sum(dim=1, keepdim=True) for x in (P, Q))
-    rates = {name: rejection_rates(name, P, Q, ks, generator, repeats=50) for name in sequoia.METHODS}
+    rates = {name: rejection_rates(name, P, Q, ks, generator, repeats=50) for name in METHODS}
     rates["best, independent"] = [least_rejection_independent(P, Q, k) for k in ks]
     rates["best, different"] = [least_rejection_different(P, Q, k) for k in ks]
     return [{"method": name, **{f"k = {k}": rate for k, rate in zip(ks, row)}} for name, row in rates.items()]
@@ -446,7 +452,7 @@ def tokens_per_step(runs) -> float:
 
 
 def fastest(variants: dict, prompts, args, label: str):
-    """A small sweep: the name of the variant with the least time per token over the first two prompts, and the variant."""
+    """A small sweep: the variant with the least time per token over the first two prompts, after its name."""
     runs = interleave(variants, prompts[: 1 if args.quick or args.synthetic else 2], args, label)
     name = min(runs, key=lambda name: median(runs[name]))
     return name, variants[name]
@@ -457,7 +463,7 @@ def fastest(variants: dict, prompts, args, label: str):
 
 
 def scaling(args):
-    """Tokens per step in real decoding: the optimal tree against k sequences of its size, verified as SpecInfer does."""
+    """Tokens per step in real decoding: the optimal tree against k sequences of its size verified by SpecInfer."""
     pair, temperatures = pair_of(args), args.temperatures or [0.0, 0.6]
     prompts, sizes = texts(args, 2 * args.count, 128), [2**i for i in range(3, 8 if args.quick else 10)]
     rows, fits = [], []
@@ -470,15 +476,13 @@ def scaling(args):
             shapes = {k: sequences_within(size, k) for k in (1, 2, 4, 8, 16, 32) if k < size}
             k = max(shapes, key=lambda k: sequoia.expected_tokens(shapes[k], rates))
             tree = sequoia.optimal_tree(rates, size, min(size, 16))
-            measured = []
-            for shape, method in ((tree, "sequoia"), (shapes[k], "specinfer"), (shapes.get(16), "specinfer")):
-                torch.manual_seed(args.seed)
-                contender = shape and ours(pair, temperature, shape, method)
-                measured.append(shape and tokens_per_step([contender(p, args.new_tokens) for p in prompts[::2]]))
+            measure = functools.partial(decoded, pair, temperature, prompts[::2], args)
+            mine, best = measure(tree, "sequoia"), measure(shapes[k], "specinfer")
+            sixteen = measure(shapes[16], "specinfer") if 16 in shapes else None
             rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth,
-                         "expected": sequoia.expected_tokens(tree, rates), "sequoia": measured[0], "best k": k,
-                         "k sequences": measured[1], "gain %": 100 * (measured[0] / measured[1] - 1),
-                         "16 sequences": measured[2], "gain over 16 %": measured[2] and 100 * (measured[0] / measured[2] - 1)})
+                         "expected": sequoia.expected_tokens(tree, rates), "sequoia": mine, "k sequences": best,
+                         "best k": k, "gain, %": 100 * (mine / best - 1), "16 sequences": sixteen,
+                         "gain over 16, %": sixteen and 100 * (mine / sixteen - 1)})
         achieved = np.array([row["sequoia"] for row in rows if row["temperature"] == temperature])
         slope, start = np.polyfit(np.log(sizes), achieved, 1)
         fits.append({"temperature": temperature, "tokens per step": f"{start:.2f} + {slope:.2f} ln n",
@@ -497,17 +501,24 @@ def scaling(args):
     return {"scaling": rows, "growth": fits}
 
 
+def decoded(pair, temperature, prompts, args, tree, method) -> float:
+    """The tokens per step of this tree, over all prompts."""
+    torch.manual_seed(args.seed)
+    return tokens_per_step([ours(pair, temperature, tree, method)(prompt, args.new_tokens) for prompt in prompts])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 7  speed: side by side with transformers (section 5.1, Table 1)
 
 
-PAPER_SPEED = """target      draft   temperature  tree    x generate  tokens/step  ms/token  5x8: x generate  5x8: tokens/step
-                 Llama2-7B   JF68M   0            128x10  4.04        5.08         6.0       3.45             3.96
-                 Llama2-7B   JF68M   0.6          128x7   3.18        3.92         7.6       2.47             2.97
-                 Llama2-13B  JF68M   0            64x9    3.73        4.20         8.4       3.30             3.64
-                 Llama2-13B  JF68M   0.6          64x7    3.19        3.57         9.8       2.48             2.87
-                 Vicuna-33B  SL1.3B  0            64x6    2.27        4.28         23.4      1.83             3.86
-                 Vicuna-33B  SL1.3B  0.6          64x6    2.19        4.16         24.3      1.64             3.53"""
+PAPER_SPEED = """
+    target      draft   temperature  tree    x generate  tokens/step  ms/token  5x8: x generate  5x8: tokens/step
+    Llama2-7B   JF68M   0            128x10  4.04        5.08         6.0       3.45             3.96
+    Llama2-7B   JF68M   0.6          128x7   3.18        3.92         7.6       2.47             2.97
+    Llama2-13B  JF68M   0            64x9    3.73        4.20         8.4       3.30             3.64
+    Llama2-13B  JF68M   0.6          64x7    3.19        3.57         9.8       2.48             2.87
+    Vicuna-33B  SL1.3B  0            64x6    2.27        4.28         23.4      1.83             3.86
+    Vicuna-33B  SL1.3B  0.6          64x6    2.19        4.16         24.3      1.64             3.53"""
 
 
 def speed(args):
@@ -519,7 +530,7 @@ def speed(args):
         rows += contest(prompts, temperature, args, contenders_for(pair, prompts, temperature, args))[0]
         if args.sweep:
             swept += sweep(pair, prompts[:2], temperature, args)
-    header, *lines = [re.split("  +", line.strip()) for line in PAPER_SPEED.splitlines()]
+    header, *lines = [re.split("  +", line.strip()) for line in PAPER_SPEED.strip().splitlines()]
     paper = table("The paper's own (A100, C4), for comparison", [dict(zip(header, line)) for line in lines])
     if args.figures:
         draw_speed("speed", rows)
@@ -542,7 +553,7 @@ def contenders_for(pair, prompts, temperature, args) -> dict:
                    ("lookup", best_lookup[0]): best_lookup[1], ("plain", "no tree"): mine("none"),
                    ("sequences", best_sequences[0]): best_sequences[1],
                    ("sequences 5x8", ""): mine("sequences:5x8", "specinfer")}
-    if temperature:                                                         # greedy, topk and sequoia are one and the same
+    if temperature:                                                      # greedy, topk and sequoia are one and the same
         taking_part["topk", args.tree] = mine(args.tree, "topk")
     return taking_part | {("sequoia", args.tree): mine(args.tree)}
 
@@ -555,12 +566,13 @@ def contest(prompts, temperature, args, contenders: dict) -> tuple[list[dict], d
         tree, tokens = mine[-1].tree, tokens_per_step(mine)
         low, high = np.percentile([run.ms_per_token for run in mine], (25, 75))
         against = {f"x {other}": speedup(by_name[other], mine) for other in ("generate", "assisted", "plain")}
-        rows.append({"method": name, "temperature": temperature,
-                     "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting, "tokens/step": tokens,
+        setting = f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting
+        rows.append({"method": name, "temperature": temperature, "setting": setting, "tokens/step": tokens,
                      "ms/token": median(mine), "quartiles": f"{low:.2f} - {high:.2f}", **against,
                      "conversion": against["x plain"] / tokens if tree else None})
-    title = f"{named(temperature)}, {len(prompts)} prompts of {prompts[0].shape[1]} tokens, {args.new_tokens} new ones each; "
-    return table(title + "conversion: speedup over plain decoding / tokens per step", rows), by_name
+    table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, {args.new_tokens} new ones "
+          f"each; conversion: speedup over plain decoding / tokens per step", rows)
+    return rows, by_name
 
 
 def sweep(pair, prompts, temperature, args) -> list[dict]:
@@ -568,10 +580,10 @@ def sweep(pair, prompts, temperature, args) -> list[dict]:
     lengths, grid = (1, 2, 4, 8, 16), itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
     contenders = {(k, n): ours(pair, temperature, sequoia.sequences(k, n), "specinfer") for k, n in grid if k * n <= 64}
     runs = interleave({"generate": theirs(pair, temperature)} | contenders, prompts, args, "sweep")
-    return table(f"k sequences of length L, {named(temperature)}: times generate (the paper's best of 29 on an A100: 8x8, "
-                 f"3.70 greedy and 2.42 at 0.6, where Sequoia has 4.04 and 3.18)",
-                 [{"k": k, **{f"L = {n}": speedup(runs["generate"], runs[k, n]) if (k, n) in runs else None for n in lengths}}
-                  for k in lengths])
+    rows = [{"k": k, **{f"L = {n}": speedup(runs["generate"], runs[k, n]) if (k, n) in runs else None for n in lengths}}
+            for k in lengths]
+    return table(f"k sequences of length L, {named(temperature)}: times generate (the paper's best of 29, on an A100: "
+                 f"8x8, 3.70 greedy and 2.42 at 0.6, where Sequoia has 4.04 and 3.18)", rows)
 
 
 def describe(pair) -> str:
@@ -597,9 +609,9 @@ def draw_speed(name: str, rows):
 # ----------------------------------------------------------------------------------------------------------------------
 # 8  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot
 #
-# Both models share a random bigram core: an embedding e(t) for each token t and a head, in the draft's width, padded with
-# zeros into the target's. To that each adds what its own random layers make of it. The more the core weighs the more the two
-# agree, so its share is set, by bisection, to the paper's tokens per step. Every matrix product is done; the text is noise.
+# Both models share a random bigram core: an embedding for each token and a head, in the draft's width, zero-padded
+# into the target's. To that each adds what its own random layers make of it. The more the core weighs the more the two
+# agree, so its share is set, by bisection, to the paper's tokens per step. Every product is done; the text is noise.
 
 
 SHAPES = {           # hidden, intermediate, layers, heads, key-value heads, head_dim, vocabulary
@@ -607,11 +619,11 @@ SHAPES = {           # hidden, intermediate, layers, heads, key-value heads, hea
     "1b": (2048, 5632, 22, 32, 4, 64, 32000), "13b": (5120, 13824, 40, 40, 40, 128, 32000),
     "33b": (6656, 17920, 60, 52, 52, 128, 32000), "1.3b": (2048, 5504, 24, 16, 16, 128, 32000),
     "tiny target": (256, 512, 12, 4, 4, 64, 4096), "tiny draft": (144, 384, 1, 4, 4, 32, 4096)}
-LLAMA_7B = {0.0: (128, 10, 5.08), 0.6: (128, 7, 3.92)}              # by temperature the paper's tree and tokens per step
+LLAMA_7B = {0.0: (128, 10, 5.08), 0.6: (128, 7, 3.92)}            # by temperature the paper's tree and tokens per step
 SYNTHETIC = {"7b-68m": ("7b", "68m", LLAMA_7B), "13b-68m": ("13b", "68m", {0.0: (64, 9, 4.20), 0.6: (64, 7, 3.57)}),
              "33b-1.3b": ("33b", "1.3b", {0.0: (64, 6, 4.28), 0.6: (64, 6, 4.16)}),
              "1b-68m": ("1b", "68m", LLAMA_7B), "tiny": ("tiny target", "tiny draft", LLAMA_7B)}      # not in the paper
-SHARPNESS = 6.0      # the standard deviation of the logits, which makes distributions about as sharp as a trained model's
+SHARPNESS = 6.0      # the standard deviation of the logits: distributions about as sharp as a trained model's
 
 
 class SyntheticPair(Pair):
@@ -637,7 +649,7 @@ class SyntheticPair(Pair):
 
     def tune(self, temperature: float, size: int, depth: int, wanted: float, rounds: int) -> float:
         """Sets the share with which the optimal tree yields `wanted` tokens per step. Returns what it does yield."""
-        low, high = np.log(0.03), np.log(30)
+        low, high = np.log(0.1), np.log(10)
         for _ in progress(range(rounds), f"matching {wanted} tokens per step"):
             self.set_share(float(np.exp((low + high) / 2)))
             rates = self.acceptance_rates(temperature)
@@ -646,10 +658,12 @@ class SyntheticPair(Pair):
         return expected
 
     @torch.no_grad()
-    def acceptance_rates(self, temperature: float, rows: int = 8, prompt: int = 16, new: int = 32):
-        """Measured along texts of the target's own: (ranks,)."""
+    def acceptance_rates(self, temperature: float, rows: int = 16, prompt: int = 16, new: int = 32):
+        """Measured along texts of the target's own, after prompts that are the same every time: (ranks,)."""
+        torch.manual_seed(0)
         ids = torch.randint(len(self.core), (rows, prompt), device=self.core.device)
-        output = self.target.generate(ids, **sampling(ids, temperature, new), return_dict_in_generate=True, output_logits=True)
+        output = self.target.generate(ids, **sampling(ids, temperature, new), return_dict_in_generate=True,
+                                      output_logits=True)
         target = torch.stack(output.logits, dim=1).float().flatten(0, 1)                               # (rows * new, V)
         draft = self.draft(output.sequences).logits[:, prompt - 1 : -1].float().flatten(0, 1)
         if temperature:
@@ -662,8 +676,8 @@ class SyntheticPair(Pair):
 
 def random_llama(shape, device: str, dtype: torch.dtype):
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = shape
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, head_dim=head_dim,
-                         num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, head_dim=head_dim,
+                         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
                          max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=hidden**-0.5)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -680,26 +694,26 @@ def synthetic_speed(args):
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
     weights, rows, splits = bytes_read(pair.target), [], []
     floor = 1e3 * read_seconds(weights, args.device)
-    print(f"\nSynthetic pair {args.synthetic}: random weights, real shapes. {describe(pair)}. A pass of the target reads "
-          f"{weights / 1e9:.3f} GB; a plain read of as much takes {floor:.2f} ms ({weights / floor / 1e6:.0f} GB/s).")
+    print(f"\nSynthetic pair {args.synthetic}: random weights in real shapes. {describe(pair)}. A pass of the target "
+          f"reads {weights / 1e9:.3f} GB; to read only takes {floor:.2f} ms ({weights / floor / 1e6:.0f} GB/s).")
     for temperature in args.temperatures or [0.0, 0.6]:
         if temperature not in by_temperature:
             raise ValueError(f"the paper has tokens per step for the temperatures 0 and 0.6 only, got {temperature:g}")
         size, depth, wanted = by_temperature[temperature]
-        expected = pair.tune(temperature, size, depth, wanted, rounds=6 if args.quick else 9)
+        expected = pair.tune(temperature, size, depth, wanted, rounds=6 if args.quick else 8)
         print(f"\n{named(temperature)}: {wanted} tokens per step wanted of {size}x{depth}, tuned to {expected:.2f}.")
         mine = functools.partial(ours, pair, temperature)
         contenders = contenders_for(pair, prompts, temperature, args) | {
             ("paper's tree", f"{size}x{depth}"): mine(f"{size}x{depth}"),
             ("slow draft", "the target itself, 1x3"): mine("sequences:1x3", draft=pair.fast[0])}
-        if args.device != "cpu":                                      # for a CPU the paper's own tree is too large already
+        if args.device != "cpu":                                   # for a CPU the paper's own tree is too large already
             contenders["too large", f"512x{depth}"] = mine(f"512x{depth}")
         more, runs = contest(prompts, temperature, args, contenders)
         rows += more
         splits += [{"temperature": temperature, "method": name, **split_step(
                         pair, temperature, prompts[0], args, runs[name], runs["plain"], floor)}
                    for name in ("plain", "sequoia", "paper's tree", "sequences 5x8", "too large") if name in runs]
-    table("A step's time in ms (rest: proposals, masks, Python) and the share of the memory's speed that is reached", splits)
+    table("A step's time in ms (rest: proposals, masks, Python), and the share of the memory's speed reached", splits)
     if args.figures:
         draw_speed(f"speed-{args.synthetic}", rows)
         draw_split(f"step-{args.synthetic}", splits, floor)
@@ -718,46 +732,59 @@ def read_seconds(size: int, device: str) -> float:
     return min(timed(buffer.sum)[0] for _ in range(20)) * size / buffer.nbytes
 
 
+PARTS = {"target": "#15803d", "draft": "#86efac", "verify": "#ea580c", "moves": "#2563eb", "rest": "#d1d5db"}
+
+
 def split_step(pair, temperature, prompt, args, runs, plain, floor: float) -> dict:
-    """The parts of a step, in ms. The whole is the contest's; the parts come from a run with a clock around each, which
-    waits for the device every time: what is left of the whole is the rest."""
-    spent, steps, tree = Counter(), [], runs[-1].tree
-    target, draft = pair.fast
+    """The parts of a step, in ms: medians over the steps of a run with a clock around each part; and the whole without
+    clocks, as in the contest. On CUDA, where a step is one graph, that run is without it and the parts are timed as
+    graphs of their own."""
+    spent, rows, tree, start = Counter(), [], runs[-1].tree, None
+    target, draft, no_graph = *pair.fast, {} if args.device == "cpu" else {"cuda_graph": False}
 
     def clock(part, function):
         @functools.wraps(function)
         def clocked(*arguments, **kwargs):
-            seconds, result = timed(lambda: function(*arguments, **kwargs))
+            call = functools.partial(function, *arguments, **kwargs)
+            seconds, result = timed(call)
+            if part != "moves" and args.device != "cpu":            # moving twice is not the same as moving once
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    call()
+                seconds = min(timed(graph.replay)[0] for _ in range(3))
             spent[part] += 1e3 * seconds
             return result
         return clocked
 
     def on_step(step):
-        if not steps:                                                              # the prompt, and a first step to warm up
-            spent.clear()
-        steps.append(step)
+        nonlocal start
+        now = time.perf_counter()
+        if start is not None:                                       # the first step comes with the prompt, and warms up
+            rows.append({**spent, "rest": 1e3 * (now - start) - spent.total()})
+        start = now
+        spent.clear()
 
     places = [(target, "recording" if hasattr(target, "recording") else "forward", "target"),
               (draft, "recording" if hasattr(draft, "recording") else "forward", "draft"),
-              (sequoia.Decoder, "walk", "verify"), (sequoia.Decoder, "keep", "moves")]
+              (sequoia.Method, "verify_tree", "verify"), (sequoia.CachedModel, "move", "moves")]
     with contextlib.ExitStack() as stack:
         for owner, name, part in places:
             stack.enter_context(mock.patch.object(owner, name, clock(part, getattr(owner, name))))
         sequoia.generate(target, draft if tree.size > 1 else None, prompt, tree=tree, on_step=on_step,
-                         **sampling(prompt, temperature, args.new_tokens))
-    parts = {part: spent[part] / max(1, len(steps) - 1) for part in ("target", "draft", "verify", "moves")}
+                         **sampling(prompt, temperature, args.new_tokens), **no_graph)
+    parts = {part: float(np.median([row.get(part, 0.0) for row in rows])) for part in PARTS}
     whole = median(runs, "ms_per_step")
-    return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts, "rest": whole - sum(parts.values()),
-            "x plain step": whole / median(plain, "ms_per_step"), "floor / step": floor / whole,
-            "floor / target": floor / parts["target"]}
+    if args.device != "cpu":                                        # what is beside the graphs is not in the one graph
+        parts["rest"] = whole - sum(list(parts.values())[:-1])
+    return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts, "floor / step": floor / whole,
+            "floor / target": floor / parts["target"], "x plain step": whole / median(plain, "ms_per_step")}
 
 
 def draw_split(name: str, splits, floor: float):
     with figure(name) as (axes,):
         left = np.zeros(len(splits))
         labels = [f"{row['method']} {row['tree']}, {named(row['temperature'])}" for row in splits]
-        shades = {"target": "#15803d", "draft": "#86efac", "verify": "#ea580c", "moves": "#2563eb", "rest": "#d1d5db"}
-        for part, shade in shades.items():
+        for part, shade in PARTS.items():
             width = np.maximum([row[part] for row in splits], 0)
             axes.barh(labels, width, left=left, color=shade, label=part)
             left += width
@@ -784,12 +811,14 @@ def planner(args):
         sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 4).round().astype(int).tolist()
         shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if 2 <= d <= n} | {centre}
         around = {shape: sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes)}
-        runs = interleave({"plain": ours(pair, temperature, "none")} | {
-            shape: ours(pair, temperature, tree) for shape, tree in around.items()}, prompts[::2], args, named(temperature))
+        contenders = {"plain": ours(pair, temperature, "none")}
+        contenders |= {shape: ours(pair, temperature, tree) for shape, tree in around.items()}
+        runs = interleave(contenders, prompts[::2], args, named(temperature))
         rows += [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
-                  "tokens/step, predicted": sequoia.expected_tokens(tree, rates), "achieved": tokens_per_step(runs[n, d]),
-                  "x plain, predicted": chooser.speedup(tree, rates), "x plain, achieved": speedup(runs["plain"], runs[n, d])}
-                 for (n, d), tree in around.items()]
+                  "tokens/step predicted": sequoia.expected_tokens(tree, rates),
+                  "tokens/step achieved": tokens_per_step(runs[n, d]),
+                  "x plain predicted": chooser.speedup(tree, rates),
+                  "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
     table("Predicted and achieved around the planned tree", rows)
     times = [{"model": model, "tokens": n, "ms": 1e3 * seconds, "x one token": seconds / all_seconds[0]}
              for model, counts, all_seconds in (("target", latency.sizes, latency.target),
@@ -800,14 +829,16 @@ def planner(args):
         with figure("planner", panels=2) as (left, right):
             for temperature, marker in zip(temperatures, "osv^"):
                 mine = [row for row in rows if row["temperature"] == temperature]
-                left.plot([row["x plain, predicted"] for row in mine], [row["x plain, achieved"] for row in mine], marker,
-                          markersize=8, color=colour("sequoia"), alpha=0.7, label=named(temperature))
+                promised, achieved = ([row[f"x plain {kind}"] for row in mine] for kind in ("predicted", "achieved"))
+                left.plot(promised, achieved, marker, markersize=8, color=colour("sequoia"), alpha=0.7,
+                          label=named(temperature))
             left.axline((1, 1), slope=1, color=COLOURS["best"], linestyle="--", linewidth=1)
             left.set(xlabel="predicted speedup over plain", ylabel="achieved")
             left.legend()
             for model, name in (("target", "sequoia"), ("draft", "specinfer")):
                 mine = [row for row in times if row["model"] == model]
-                right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name), label=model)
+                right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name),
+                           label=model)
             right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
             right.legend()
     return {"device": describe(pair), "around": rows, "latency": times}
@@ -831,18 +862,19 @@ def arguments():
     add("--quick", action="store_true", help="fewer and shorter runs")
     add("--seed", type=int, default=0, help="(0)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, or float32)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; for verification 0.2 0.6 1)")
     add("--count", type=int, metavar="N", help="prompts (10; 3 with --quick)")
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; 64 with --quick)")
     add("--nodes", type=int, nargs="+", default=[16, 64], metavar="N", help="trees: sizes to draw (16 64)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--sweep", action="store_true", help="speed: also k sequences of length L, over a grid of both")
-    add("--synthetic", choices=SYNTHETIC, help="speed: a pair of these shapes with random weights and the paper's acceptance")
+    add("--synthetic", choices=SYNTHETIC, help="speed: a pair of these shapes, random, with the paper's acceptance")
     args = parser.parse_args()
     has_bfloat16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
-    args.count, args.new_tokens = args.count or (3 if args.quick else 10), args.new_tokens or (64 if args.quick else 128)
+    args.count = args.count or (3 if args.quick else 10)
+    args.new_tokens = args.new_tokens or (64 if args.quick else 128)
     return args
 
 

@@ -401,13 +401,52 @@ def _ratios_of_naive(target_probs, draft_probs, tokens, with_child, noise):
     return torch.where(p > 0, p / left, 0), _normalise(residual, otherwise=target_probs)
 
 
+class Families(NamedTuple):
+    """Some nodes of a tree and their children, those with the most children first: what verification is indexed by."""
+    nodes: Tensor        # (nodes,)
+    child: Tensor        # (nodes, most children), -1 where there is none
+    exists: Tensor       # (children,) where in the flattened `child` there is one
+    with_child: list     # for each rank, how many of the nodes have a child of that rank
+
+    @classmethod
+    def of(cls, tree: Tree, nodes, device):
+        nodes = sorted((node for node in nodes if tree.children[node]), key=lambda node: -len(tree.children[node]))
+        most = len(tree.children[nodes[0]]) if nodes else 0
+        child = torch.tensor([[*tree.children[node], *[-1] * (most - len(tree.children[node]))] for node in nodes],
+                             device=device, dtype=torch.long).reshape(len(nodes), most)
+        return cls(torch.tensor(nodes, device=device, dtype=torch.long), child, (child.flatten() >= 0).nonzero()[:, 0],
+                   (child >= 0).sum(dim=0).tolist())
+
+
+class TreeLayout:
+    """A tree as index tensors on a device: everything a step needs that the tree alone decides."""
+
+    def __init__(self, tree: Tree, device):
+        self.tree = tree
+        self.levels = [Families.of(tree, [node for node in range(tree.size) if tree.depths[node] == level], device)
+                       for level in range(tree.depth - 1)]
+        self.inner = Families.of(tree, range(tree.size), device)                     # of all levels together
+        by_level = torch.cat([level.nodes for level in self.levels]).tolist() if self.levels else []
+        self.row = torch.tensor([by_level.index(node) for node in self.inner.nodes.tolist()], device=device, dtype=torch.long)
+        self.row_in_level = {node: row for level in self.levels for row, node in enumerate(level.nodes.tolist())}
+        self.paths = [row.nonzero()[1:, 0].tolist() for row in tree.mask]            # below the root, the node itself last
+        self.path = torch.tensor([path + [node] * (tree.depth - 1 - len(path)) for node, path in enumerate(self.paths)],
+                                 device=device, dtype=torch.long).reshape(tree.size, tree.depth - 1)     # its end repeated
+        self.depth = torch.tensor(tree.depths, device=device)                        # (size,)
+        self.post_order = torch.tensor(_post_order(tree), device=device)             # (size,) leaves first, the root last
+
+
+def _post_order(tree, node=0):
+    return [other for child in tree.children[node] for other in _post_order(tree, child)] + [node]
+
+
 @dataclass(frozen=True)
 class Method:
     """How a node's children are drawn, and how they are verified: losslessly for what is drawn that way."""
     propose: Callable
     ratios: Callable
 
-    def verify(self, target_probs, draft_probs, tokens, generator=None, with_child=None):
+    def verify(self, target_probs, draft_probs, tokens, generator=None, with_child=None, observe=None):
         """Which child is accepted, if any, and which token follows: target_probs, draft_probs (..., V), tokens (..., k) ->
         rank (...), -1 for none, and token (...). Over proposals and noise the token is distributed as target_probs."""
         shape, rows = tokens.shape[:-1], [x.reshape(-1, x.shape[-1]) for x in (target_probs, draft_probs, tokens)]
@@ -418,7 +457,71 @@ class Method:
         accepted = noise < ratios                                                                # (rows, k)
         rank = torch.where(accepted.any(dim=1), accepted.to(torch.uint8).argmax(dim=1), -1)
         token = torch.where(rank >= 0, tokens.gather(1, rank.clamp(min=0)[:, None])[:, 0], sample(residual, generator))
+        if observe:
+            observe(self, target_probs, draft_probs, tokens, noise, ratios, rank, token)
         return rank.reshape(shape), token.reshape(shape)
+
+    def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
+        """Which node of a tree is the last accepted one, and which token follows it, (1,) each.
+
+        tokens: (size,) of the nodes; target_probs: a function from a list of nodes to their distributions, (nodes, V);
+        draft_probs: for each level, (nodes, V) in the order of `layout.levels`. The walk goes from the root to accepted
+        children. It asks for what it visits, or, `static`, verifies all nodes at once and then follows pointers, so that
+        nothing depends on the outcome but numbers."""
+        if static:
+            return self._walk_static(layout, tokens, target_probs, draft_probs, generator)
+        node, tree = 0, layout.tree
+        while children := tree.children[node]:
+            row = layout.row_in_level[node]
+            rank, token = self.verify(target_probs([node]), draft_probs[tree.depths[node]][row : row + 1],
+                                      tokens[None, children[0] : children[-1] + 1], generator, observe=observe)
+            if rank < 0:
+                return torch.tensor([node]), token
+            node = children[rank]
+        return torch.tensor([node]), sample(target_probs([node]), generator)
+
+    def _walk_static(self, layout, tokens, target_probs, draft_probs, generator):
+        target_probs = target_probs(range(layout.tree.size))                                     # (size, V)
+        following, node = sample(target_probs, generator), torch.zeros_like(tokens[:1])          # a leaf's token: the target's
+        if draft_probs:
+            nodes, child = layout.inner.nodes, layout.inner.child
+            proposed = torch.where(child >= 0, tokens[child], -1)
+            rank, token = self.verify(target_probs[nodes], torch.cat(draft_probs)[layout.row], proposed, generator,
+                                      layout.inner.with_child)
+            following = following.scatter(0, nodes, token)
+            chosen = torch.where(rank >= 0, child.gather(1, rank.clamp(min=0)[:, None])[:, 0], nodes)
+            onward = torch.arange(len(tokens), device=tokens.device).scatter(0, nodes, chosen)   # itself, where it ends
+            for _ in layout.levels:
+                node = onward.gather(0, node)
+        return node, following.gather(0, node)
+
+
+class Traversal(Method):
+    """Traversal verification (arXiv 2505.12398): from the leaves to the root, so that a child that would be rejected alone can
+    be accepted for what comes below it. On a chain it is block verification (arXiv 2403.10444), on one level Algorithm 2."""
+
+    def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
+        """Every node gets an acceptance mass, in one sweep down the levels: a child's own, and what is left of its parent's as
+        if the child and all below it were rejected. Each node accepts with its mass; the first in post-order wins."""
+        residual = target_probs(range(layout.tree.size)).clone()                                 # (size, V)
+        mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
+        for level, probs in zip(layout.levels, draft_probs):
+            draft, untried = probs.clone(), torch.ones_like(probs)
+            for rank, n in enumerate(level.with_child):
+                nodes, child = level.nodes[:n], level.child[:n, rank]
+                a, R, D, token = mass[nodes, None], residual[nodes], draft[:n], tokens[child][:, None]
+                p, q = a * R.gather(1, token), D.gather(1, token)
+                mass[child] = torch.where(p > 0, p / q, 0).clamp(max=1)[:, 0]                    # a R[t] / D[t]
+                left = (a * R - D).clamp(min=0)
+                total = left.sum(dim=1, keepdim=True)
+                mass[nodes] = torch.where(total > 0, total / (total + 1 - a), a.floor())[:, 0]   # s / (s + 1 - a)
+                residual[nodes] = _normalise(left, otherwise=R)
+                untried[:n].scatter_(1, token, 0)
+                draft[:n] = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried[:n], otherwise=D))
+        noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
+        accepted = (noise < mass)[layout.post_order]
+        node = layout.post_order.gather(0, accepted.to(torch.uint8).argmax(dim=0, keepdim=True))
+        return node, sample(residual[node], generator)
 
 
 METHODS = {
@@ -427,6 +530,7 @@ METHODS = {
     "spectr": Method(sample_with_replacement, _ratios_of_spectr),
     "naive": Method(sample_with_replacement, _ratios_of_naive),
     "topk": Method(most_likely, _ratios_of_naive),
+    "traversal": Traversal(sample_without_replacement, functools.partial(_ratios_in_turn, replacement=False)),
 }
 
 
@@ -469,55 +573,25 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
 # After a step the entries of the accepted path move up behind the prefix, and everything beyond is overwritten by the next.
 
 
-class Level(NamedTuple):
-    """A level's nodes with children, and where their children go."""
-    inner: list          # the nodes
-    fed: Tensor          # what the draft is fed, in the layout's numbering; on the first level the stem as well
-    branch: int          # the most children of a node
-    children: slice      # all their children, in the layout's numbering
-    parent: Tensor       # (children,) which of `inner` each belongs to
-    rank: Tensor         # (children,)
-
-
-class TreeLayout:
-    """A tree's fixed index tensors on a device, with the node before the root, the *stem*: the last token of the text whose
-    entries are in the target's cache. The draft is fed stem and root together, since the stem may have been a leaf, which a
-    draft is never fed. So node i of the tree is node i + 1 here, and slot and position 0 are the stem's."""
+class Frame:
+    """A tree behind a prefix, with the node before its root, the *stem*: the last token whose entries are in the target's cache.
+    The draft is fed stem and root together, since the stem may have been a leaf, which a draft is never fed. Node i of the
+    tree is node i + 1 here; slots and positions count from the stem's."""
 
     def __init__(self, tree: Tree, device):
-        self.tree, self.size = tree, tree.size + 1
-        stem = Tree((-1,) + tuple(parent + 1 for parent in tree.parents))
-        index = functools.partial(torch.tensor, device=device)
-        self.slots, self.depths = index(range(self.size)), index(stem.depths)                            # (size,)
-        self.key_depths = index((0,) + stem.depths + (0,))
-        seen = torch.where(stem.mask, 0.0, -torch.inf)
-        edges = torch.zeros(self.size, 1), torch.full((self.size, 1), -torch.inf)
-        self.bias = torch.cat([edges[0], seen, edges[1]], dim=1).to(device)     # (size, before | each node | beyond)
-        self.paths = [index(row.nonzero()[:, 0].tolist()) + 1 for row in tree.mask]     # each node's path, from the root on
-        self.levels = []
-        for level in range(tree.depth - 1):
-            inner = [node for node in range(tree.size) if tree.depths[node] == level and tree.children[node]]
-            below = [child for node in inner for child in tree.children[node]]
-            self.levels.append(Level(
-                inner=inner,
-                fed=index(([0] if level == 0 else []) + [node + 1 for node in inner]),
-                branch=max(len(tree.children[node]) for node in inner),
-                children=slice(below[0] + 1, below[-1] + 2),
-                parent=index([inner.index(tree.parents[child]) for child in below]),
-                rank=index([tree.ranks[child] for child in below])))
-        self.inner = sorted((node for level in self.levels for node in level.inner), key=lambda node: -len(tree.children[node]))
-        numbers = [len(tree.children[node]) for node in self.inner]                     # of children, never increasing
-        self.with_child = [sum(number > rank for number in numbers) for rank in range(max(numbers, default=0))]
-        self.child = index([[*tree.children[node], *[-1] * (len(self.with_child) - number)]     # (inner, most children), -1: none
-                            for node, number in zip(self.inner, numbers)]).reshape(len(numbers), -1)
-        by_level = [node for level in self.levels for node in level.inner]
-        self.inner, self.row = index(self.inner).long(), index([by_level.index(node) for node in self.inner]).long()
+        self.size, stem = tree.size + 1, Tree((-1,) + tuple(parent + 1 for parent in tree.parents))
+        self.slots, self.depths = torch.arange(self.size, device=device), torch.tensor(stem.depths, device=device)   # (size,)
+        self.key_depths = nn.functional.pad(self.depths, (1, 1))
+        seen = nn.functional.pad(torch.where(stem.mask, 0.0, -torch.inf), (0, 1), value=-torch.inf)
+        self.bias = nn.functional.pad(seen, (1, 0)).to(device)          # (size, before the stem | each node | beyond)
 
-    def place(self, base: Tensor, all_slots: Tensor) -> "Place":
-        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,)."""
-        column = (all_slots - base).clamp(-1, self.size) + 1            # 0 before the stem, 1 .. size the nodes, then beyond
+    def place(self, base: Tensor, all_slots: Tensor, limit: int) -> "Place":
+        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes at the text's limit
+        or beyond, which will not be put out, stand at its last position: there may be no embedding for a later one."""
+        column = (all_slots - base).clamp(-1, self.size) + 1
         key_positions = torch.where(column == 0, all_slots, base + self.key_depths[column])
-        return Place(base + self.slots, base + self.depths, self.bias.index_select(1, column), key_positions)
+        positions = (base + self.depths).clamp(max=limit - 1)
+        return Place(base + self.slots, positions, self.bias.index_select(1, column), key_positions)
 
 
 class Place(NamedTuple):
@@ -656,9 +730,9 @@ class Decoder:
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary, self.limit = row_of_batch, self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
-        self.static, self.healthy, self.cuda_graph = False, True, cuda_graph
+        self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
         first = sample(self.target_probs(self.target.logits[-1:], []), generator)
-        self.stem_and_root, self.first = torch.cat([prompt[-1:], first]), int(first)
+        self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
         self.static = prompt.is_cuda and not self.needs_history         # on a CPU, or node by node, the host walks as it goes
 
     def plant(self, tree: Tree):
@@ -671,14 +745,15 @@ class Decoder:
         for model in filter(None, (self.target, self.draft)):
             model.reserve(capacity)
         self.all_slots = torch.arange(capacity, device=self.base.device)
-        self.layout, self.graph = TreeLayout(tree, self.base.device), None
-        self.tokens = torch.cat([self.stem_and_root, self.stem_and_root.new_zeros(tree.size - 1)])       # (layout.size,)
+        stem_and_root = self.tokens[:2]
+        self.layout, self.frame, self.graph = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
+        self.tokens = torch.cat([stem_and_root, stem_and_root.new_zeros(tree.size - 1)])                 # (frame.size,)
+        self.fed = [level.nodes + 1 for level in self.layout.levels]     # what the draft is fed; with the root also the stem
+        self.fed[:1] = [nn.functional.pad(fed, (1, 0)) for fed in self.fed[:1]]
 
     def place(self) -> Place:
-        """Where the tree stands now. Nodes beyond the text's limit, which will not be put out, stand at its last position:
-        there may be no embedding for a later one."""
-        place = self.layout.place(self.base, self.all_slots[: None if self.static else self.length + self.layout.size])
-        return place._replace(positions=place.positions.clamp(max=self.limit - 1))
+        """Where the tree stands now; on the host only among the slots in use."""
+        return self.frame.place(self.base, self.all_slots[: None if self.static else self.length + self.frame.size], self.limit)
 
     def scores(self, model, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
@@ -688,12 +763,17 @@ class Decoder:
         if not self.needs_history:
             scores = self.processors(self.history, scores)
         else:
-            histories = [torch.cat([self.history[0], self.tokens[self.layout.paths[node]]]) for node in nodes] or self.history
+            histories = [torch.cat([self.history[0], self.path_tokens(node)]) for node in nodes] or self.history
             row, batch = self.row_of_batch
             scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
                                 for ids, one in zip(histories, scores)])
         self.check(model, (scores.amax(dim=1) > -torch.inf).all())
         return scores
+
+    def path_tokens(self, node) -> Tensor:
+        """The tokens from the root down to a node."""
+        path = self.layout.path[node, : self.layout.tree.depths[node]]
+        return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
 
     def check(self, model, healthy):
         if self.static:
@@ -712,96 +792,55 @@ class Decoder:
 
     def step(self) -> Step:
         """Grow the tree, run the target over it, verify, keep the accepted path."""
-        if self.static:
-            return self.static_step()
-        place = self.place()
-        draft_probs = self.grow(place)
-        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
-        path, token = self.walk(logits, draft_probs)
-        step = Step(self.layout.tree, self.tokens[1:].tolist(), path, int(token))
-        self.keep(place, self.tokens.new_tensor(path), self.tokens[path[-1] + 1 if path else 1], token, len(path))
+        if self.static and self.tokens.is_cuda and self.cuda_graph and self.graph is None:
+            self.capture()
+        if self.graph:
+            self.graph.replay()
+        report = (self.report if self.graph else self.program()).tolist()        # the step's one copy to the host
+        (healthy, node, token), tree = report[:3], self.layout.tree
+        if not healthy:
+            raise ValueError("the models gave NaN logits, or the processors left no token possible")
+        step = Step(tree, report[3:], self.layout.paths[node], token)
         self.length += len(step.tokens)
         if self.needs_history:
             self.history = torch.cat([self.history, self.tokens.new_tensor([step.node_tokens[:1] + step.tokens[:-1]])], dim=1)
         return step
 
+    def program(self) -> Tensor:
+        """A step, but for what it means to the host: (3 + tree.size,) whether all went well, the last accepted node, the token
+        after it, and the nodes' tokens. Where it is static its shapes are fixed and it never asks the host anything, so that
+        a CUDA graph can hold it."""
+        place, self.healthy = self.place(), torch.ones_like(self.tokens[:1])
+        draft_probs = self.grow(place)
+        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
+        def target_probs(nodes):
+            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
+        node, token = self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator,
+                                              self.static, self.observe)
+        report = torch.cat([self.healthy, node, token, self.tokens[1:]])
+        self.keep(place, node, token)
+        return report
+
     def grow(self, place) -> list[Tensor]:
-        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (inner nodes, V) a level."""
+        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level."""
         levels = []
-        for level in self.layout.levels:
-            fed = self.tokens[level.fed].clamp(max=self.draft.vocabulary - 1)
-            logits = self.draft(fed, place, level.fed)[-len(level.inner):]
-            levels.append(self.scores(self.draft, logits, level.inner).softmax(dim=1))
-            proposals = self.method.propose(levels[-1], level.branch, self.generator)                    # (inner, branch)
-            self.tokens[level.children] = proposals[level.parent, level.rank]
+        for depth, level in enumerate(self.layout.levels):
+            fed = self.fed[depth]
+            logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
+            levels.append(self.scores(self.draft, logits, level.nodes).softmax(dim=1))
+            proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
+            self.tokens[1 + level.child.flatten()[level.exists]] = proposals.flatten()[level.exists]
         return levels
 
-    def walk(self, logits, draft_probs) -> tuple[list[int], Tensor]:
-        """From the root down to the first node without an accepted child: the accepted nodes, and the token after them (1,)."""
-        node, path, tree = 0, [], self.layout.tree
-        while children := tree.children[node]:
-            row = self.layout.levels[len(path)].inner.index(node)
-            rank, token = self.method.verify(self.target_probs(logits[node : node + 1], [node]),
-                                             draft_probs[len(path)][row : row + 1],
-                                             self.tokens[children[0] + 1 : children[-1] + 2][None], self.generator)
-            if rank < 0:
-                return path, token
-            node = children[rank]
-            path.append(node)
-        return path, sample(self.target_probs(logits[node : node + 1], [node]), self.generator)
-
-    def keep(self, place, path, stem, token, accepted):
+    def keep(self, place, node, token):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
+        path = self.layout.path[node][0]                                                                 # (depth - 1,)
+        path = path if self.static else path[: self.layout.tree.depths[node]]
         if len(path):
             for model in filter(None, (self.target, self.draft)):
                 model.move(place.slots[path + 1], place.slots[2 : len(path) + 2])
-        self.tokens[:2] = torch.cat([stem.reshape(1), token])
-        self.stem_and_root = self.tokens[:2]
-        self.base += accepted + 1
-
-    # The same step as a program of fixed shapes, which never asks the host: all nodes are verified at once, and the walk
-    # follows pointers on the device. One small copy at the end says what happened.
-
-    def static_step(self) -> Step:
-        if self.graph is None and self.tokens.is_cuda and self.cuda_graph:
-            self.capture()
-        if self.graph:
-            self.graph.replay()
-        healthy, accepted, token, *rest = (self.report if self.graph else self.program()).tolist()
-        if not healthy:
-            raise ValueError("the models gave NaN logits, or the processors left no token possible")
-        depth, tree = self.layout.tree.depth - 1, self.layout.tree
-        return Step(tree, rest[depth:], rest[:accepted], token)
-
-    def program(self) -> Tensor:
-        self.healthy, tree = torch.ones((), dtype=torch.bool, device=self.tokens.device), self.layout.tree
-        place = self.place()
-        draft_probs = self.grow(place)
-        logits = self.target(self.tokens[1:], place, slice(1, None))
-        accepted, path, token = self.walk_all(self.target_probs(logits, range(tree.size)), draft_probs)
-        report = torch.cat([self.healthy[None].long(), accepted[None], token, path, self.tokens[1:]])
-        last = path[-1] if len(path) else accepted                       # a tree of one node: 0, the root
-        self.keep(place, path, self.tokens.gather(0, last[None] + 1), token, accepted)
-        return report
-
-    def walk_all(self, target_probs, draft_probs) -> tuple[Tensor, Tensor, Tensor]:
-        """Verifies every node and walks from the root: how many nodes are accepted (), the path (depth - 1,), its last node
-        repeated to the end, and the token after it (1,)."""
-        layout, following = self.layout, sample(target_probs, self.generator)                            # (tree.size,)
-        onward = torch.arange(len(following), device=following.device)                                   # each node's next
-        if draft_probs:
-            inner, child = layout.inner, layout.child
-            proposed = torch.where(child >= 0, self.tokens[child + 1], -1)
-            rank, token = self.method.verify(target_probs[inner], torch.cat(draft_probs)[layout.row], proposed, self.generator,
-                                             layout.with_child)
-            following = following.scatter(0, inner, token)
-            chosen = child.gather(1, rank.clamp(min=0)[:, None])[:, 0]
-            onward = onward.scatter(0, inner, torch.where(rank >= 0, chosen, inner))
-        path = [onward[:1] * 0]
-        for _ in range(layout.tree.depth - 1):
-            path.append(onward.gather(0, path[-1]))
-        path = torch.cat(path)                                                                           # the root first
-        return (path[1:] != path[:-1]).sum(), path[1:], following.gather(0, path[-1:])
+        self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
+        self.base += self.layout.depth[node][0] + 1
 
     def capture(self):
         """Records the program as one CUDA graph. It is tried out first, on a side stream, from a state that is restored."""
@@ -908,10 +947,10 @@ def record(model):
     those of a mixture of experts do), it is compared with the plain pass on other tokens and other shapes, bit for bit."""
     scratch = CachedModel(model, torch.arange(4))
     scratch.reserve(32)
-    layout, weights = TreeLayout(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
+    frame, weights = Frame(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
 
     def example(nodes, base):
-        place, nodes = layout.place(torch.tensor(base), torch.arange(base + layout.size)), torch.arange(1, 1 + nodes)
+        place, nodes = frame.place(torch.tensor(base), torch.arange(base + frame.size), 32), torch.arange(1, 1 + nodes)
         tokens = torch.randint(scratch.vocabulary, (1, len(nodes)), generator=torch.Generator().manual_seed(base))
         return tokens, place.positions[nodes][None], place.slots[nodes], scratch.masks(place, nodes, place.positions[nodes])
 
@@ -1081,14 +1120,15 @@ class Planner:
 
 @torch.no_grad()
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
-           method="sequoia", generator=None, planner=None, on_step=None, **model_kwargs):
+           method="sequoia", generator=None, planner=None, on_step=None, observe=None, **model_kwargs):
     """Tree speculative decoding, to be handed to transformers:
 
         target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
 
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
-    Planner to learn from one call to the next. on_step: called with each Step. The rest is what `generate` prepares: its
+    Planner to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
+    children, as `Method.verify` does. The rest is what `generate` prepares: its
     processors shape both models' distributions, its stopping criteria are asked after every token. A batch is decoded row
     by row. Raises ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -1111,7 +1151,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     for i, row in enumerate(input_ids):
         decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
                           method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), keep=64)
-        text = row[None]
+        decoder.observe, text = observe, row[None]
         for token in decoder.tokens_with(tree, planner, on_step):
             text = torch.cat([text, text.new_tensor([[token]])], dim=1)
             if streamer is not None:
@@ -1191,6 +1231,7 @@ def arguments(argv=None):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
+    add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
     add("--compare", action="store_true", help="also time transformers' generate and assisted generation, and plain decoding")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
@@ -1257,19 +1298,41 @@ def load_tokenizer(args):
 class Printer:
     """A streamer that prints text as it is accepted; on a terminal the draft's tokens in colour. It remembers the steps."""
 
-    def __init__(self, tokenizer, stream, color, show_tree=False):
-        self.tokenizer, self.stream, self.color, self.show_tree = tokenizer, stream, color, show_tree
+    def __init__(self, tokenizer, stream=None, color=False, show_tree=False, explain=False):
+        self.tokenizer, self.stream, self.color, self.show_tree, self.explain = tokenizer, stream, color, show_tree, explain
         self.steps, self.ids, self.pending, self.from_draft, self.start = [], None, [], 0, time.perf_counter()
 
     def on_step(self, step: Step):
         self.steps.append(step)
         self.from_draft = len(step.path)
+        last = step.path[-1] if step.path else 0
+        if self.explain and not step.tree.children[last]:
+            print(f"  a leaf: {self.text(step.token)} is drawn from the target")
+        if self.explain:
+            print(f"step {len(self.steps)}: put out {' '.join(map(self.text, step.tokens))}\n")
         if self.show_tree:
             accepted = {0, *step.path}
-            texts = [repr(self.tokenizer.decode([token]))[1:-1] for token in step.node_tokens]
+            texts = [self.text(token)[1:-1] for token in step.node_tokens]
             labels = [f"[{text}]" if node in accepted else text for node, text in enumerate(texts)]
-            after = repr(self.tokenizer.decode([step.token]))[1:-1]
-            print(f"step {len(self.steps)}: {len(step.path)} accepted, then {after}\n{step.tree.draw(labels)}\n", file=self.stream)
+            print(f"step {len(self.steps)}: {len(step.path)} accepted, then {self.text(step.token)}\n{step.tree.draw(labels)}\n")
+
+    def text(self, token):
+        return repr(self.tokenizer.decode([int(token)]))
+
+    def observe(self, method, target_probs, draft_probs, tokens, noise, ratios, rank, token):
+        """Prints what happened at a node, child by child."""
+        residual = target_probs
+        for i, child in enumerate(tokens[0, : tokens.shape[1] if rank < 0 else int(rank) + 1]):
+            p, ratio = residual[0, child].item(), ratios[0, i].item()
+            q = p / ratio if ratio > 0 else draft_probs[0, child].item()
+            print(f"  child {self.text(child):<14} target {p:.3f}  draft {q:.3f}  ratio {ratio:5.2f}  random {noise[0, i]:.3f}  "
+                  f"{'accepted' if i == rank else 'rejected'}")
+            residual = method.ratios(target_probs, draft_probs, tokens[:, : i + 1], [1] * (i + 1), None)[1]
+            if i != rank:
+                best = zip(*(x[0].tolist() for x in residual.topk(3)))
+                print("        left of the target: " + "  ".join(f"{self.text(t)} {p:.3f}" for p, t in best))
+        if rank < 0:
+            print(f"  no child is left: {self.text(token)} is drawn from what is left of the target")
 
     def put(self, value):
         if self.ids is None:                                             # the prompt
@@ -1282,7 +1345,7 @@ class Printer:
         text = self.tokenizer.decode(self.pending)
         if not text.endswith("\ufffd"):                                  # half a character: wait for the rest of it
             self.pending = []
-            if self.stream and not self.show_tree:
+            if self.stream and not self.show_tree and not self.explain:
                 print(f"\033[32m{text}\033[0m" if drafted and self.color else text, end="", flush=True, file=self.stream)
 
     def end(self):
@@ -1320,10 +1383,11 @@ def run(args) -> int:
     def decode_once(tree, printer=None, **changed):
         generator = torch.Generator(args.device).manual_seed(args.seed)
         return generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
-                        streamer=printer, on_step=printer and printer.on_step, **{**sampling, **changed})
+                        streamer=printer, on_step=printer and printer.on_step,
+                        observe=printer.observe if printer and args.explain else None, **{**sampling, **changed})
 
     stream = None if args.json else sys.stdout
-    printer = Printer(tokenizer, stream, sys.stdout.isatty() and "NO_COLOR" not in os.environ, args.show_tree)
+    printer = Printer(tokenizer, stream, sys.stdout.isatty() and "NO_COLOR" not in os.environ, args.show_tree, args.explain)
     interrupted = False
     try:
         if not args.json:

@@ -1,7 +1,7 @@
 """The guarantees of sequoia.py, as tests: slow, obvious oracles beside the fast code.
 
-Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below 1e-9: a false
-alarm from any of them has a chance below 1e-6.
+Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below 1e-9: a
+false alarm from any of them has a chance below 1e-6.
 """
 import dataclasses
 import doctest
@@ -301,20 +301,21 @@ def test_a_size_that_no_tree_can_have_is_an_error_that_names_the_largest(rates, 
 def all_proposals(name, draft_probs, k):
     """Every sequence of k proposals that a method makes from draft_probs (V,), (sequences, k), and their chances.
 
-    Each proposal is drawn from the draft; for sequoia without the earlier ones, uniformly once no mass is left."""
-    if name == "topk":
-        return METHODS[name].propose(draft_probs[None], k, None), torch.ones(1, dtype=torch.float64)
+    Each proposal is drawn from the draft, or from the draft without the earlier ones, uniformly once no mass is left."""
+    propose, vocab = METHODS[name].propose, range(len(draft_probs))
+    if propose is sequoia.most_likely:
+        return propose(draft_probs[None], k), torch.ones(1, dtype=torch.float64)
+    repeats = propose is sequoia.sample_with_replacement
     def chance(sequence):
         chance, draft = 1.0, draft_probs.tolist()
         for i, token in enumerate(sequence):
             if sum(draft) == 0:
                 draft = [float(other not in sequence[:i]) for other in range(len(draft))]
             chance *= draft[token] / sum(draft)
-            if name == "sequoia":
+            if not repeats:
                 draft[token] = 0.0
         return chance
-    vocab = range(len(draft_probs))
-    found = permutations(vocab, k) if name == "sequoia" else product(vocab, repeat=k)
+    found = product(vocab, repeat=k) if repeats else permutations(vocab, k)
     found = {sequence: chance(sequence) for sequence in found}
     found = {sequence: chance for sequence, chance in found.items() if chance > 0}
     return torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float64)
@@ -372,7 +373,7 @@ def pairs_of_distributions(draw):
     """A target's and a draft's distribution over 2 to 4 tokens, in all the relations that make trouble."""
     vocab = draw(st.integers(2, 4))
     weights = st.lists(st.integers(1, 20) | st.just(1e-6), min_size=vocab, max_size=vocab)
-    which = st.lists(st.booleans(), min_size=vocab, max_size=vocab).map(np.array)                     # some of the tokens
+    which = st.lists(st.booleans(), min_size=vocab, max_size=vocab).map(np.array)                   # some of the tokens
     target, draft = np.array([draw(weights), draw(weights)], dtype=float)
     relation = draw(st.sampled_from(["positive", "with zeros", "equal", "nearly equal", "disjoint", "one-hot target",
                                      "one-hot draft"]))
@@ -511,7 +512,7 @@ def test_output_distribution_equals_target(name, vocab):
     of the vocabulary, so that an error tilts the counts from end to end, which merging neighbours cannot hide."""
     samples = max(200_000, 10 * vocab)
     if not FULL and DEVICE == "cpu":
-        samples = min(samples, 2**24 // vocab)
+        samples = min(samples, 2**23 // vocab)
     generator, place = torch.Generator(DEVICE).manual_seed(vocab), torch.linspace(0, 1, vocab, device=DEVICE)
     noise = torch.rand(2, vocab, generator=generator, device=DEVICE) + 0.1
     target_weights, draft_weights = noise[0] * torch.exp(-4 * place), noise[1] * torch.exp(-4 * (1 - place))
@@ -559,7 +560,7 @@ def test_leading_dimensions_are_a_batch(name):
     wanted = torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0))
     target_probs, draft_probs = torch.eye(5)[wanted], torch.full((2, 3, 4, 5), 0.2)
     rank, token = sample_and_verify(target_probs, draft_probs, 3, name, torch.Generator().manual_seed(0))
-    assert token.equal(wanted) and rank.shape == wanted.shape and set(rank.unique().tolist()) == {-1, 0, 1, 2}
+    assert token.equal(wanted) and rank.shape == wanted.shape
 
 
 def random_rows(rows):
