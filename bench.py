@@ -117,6 +117,15 @@ def draw_curves(axes, rows: list[dict], x: str, names: dict, label: str):
     axes.set_xlabel(label)
 
 
+def draw_by_temperature(name: str, rows: list[dict], share: bool = False):
+    """Axes to draw on, one after the other, for the rows of each temperature, which come with them."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    with figure(name, panels=len(temperatures), share=share) as axes:
+        for axis, temperature in zip(axes, temperatures):
+            axis.set_title(named(temperature))
+            yield axis, [row for row in rows if row["temperature"] == temperature]
+
+
 def named(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature else "greedy"
 
@@ -490,14 +499,11 @@ def scaling(args):
     table(f"Tokens per step at equal size, {args.count} prompts (the paper, at 512: 33% more than 16 sequences)", rows)
     table("Growth with the number of nodes n", fits)
     if args.figures:
-        with figure("scaling", panels=len(temperatures), share=True) as axes:
-            for axis, temperature in zip(axes, temperatures):
-                mine = [row for row in rows if row["temperature"] == temperature]
-                draw_curves(axis, mine, "nodes", {"sequoia": "o-", "k sequences": "o-", "16 sequences": "o:"},
-                            "tree size (nodes)")
-                axis.set_title(named(temperature))
-            axes[0].set_ylabel("tokens per step")
-            axes[0].legend()
+        for axis, mine in draw_by_temperature("scaling", rows, share=True):
+            draw_curves(axis, mine, "nodes", {"sequoia": "o-", "k sequences": "o-", "16 sequences": "o:"},
+                        "tree size (nodes)")
+            axis.set_ylabel("tokens per step")
+            axis.legend()
     return {"scaling": rows, "growth": fits}
 
 
@@ -593,17 +599,14 @@ def describe(pair) -> str:
 
 
 def draw_speed(name: str, rows):
-    temperatures = sorted({row["temperature"] for row in rows})
-    with figure(name, panels=len(temperatures)) as axes:
-        for axis, temperature in zip(axes, temperatures):
-            mine = [row for row in rows if row["temperature"] == temperature]
-            bars = axis.barh([row["method"] for row in mine], [row["x generate"] for row in mine],
-                             color=[colour(row["method"]) for row in mine])
-            axis.bar_label(bars, fmt="%.2f", padding=3)
-            axis.set(xlabel="times transformers' generate", title=named(temperature))
-            axis.margins(x=0.15)
-            axis.grid(axis="y", visible=False)
-            axis.invert_yaxis()
+    for axis, mine in draw_by_temperature(name, rows):
+        bars = axis.barh([row["method"] for row in mine], [row["x generate"] for row in mine],
+                         color=[colour(row["method"]) for row in mine])
+        axis.bar_label(bars, fmt="%.2f", padding=3)
+        axis.set_xlabel("times transformers' generate")
+        axis.margins(x=0.15)
+        axis.grid(axis="y", visible=False)
+        axis.invert_yaxis()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -649,13 +652,16 @@ class SyntheticPair(Pair):
 
     def tune(self, temperature: float, size: int, depth: int, wanted: float, rounds: int) -> float:
         """Sets the share with which the optimal tree yields `wanted` tokens per step. Returns what it does yield."""
-        low, high = np.log(0.1), np.log(10)
+        low, high, seen = np.log(0.1), np.log(10), []
         for _ in progress(range(rounds), f"matching {wanted} tokens per step"):
-            self.set_share(float(np.exp((low + high) / 2)))
+            share = float(np.exp((low + high) / 2))
+            self.set_share(share)
             rates = self.acceptance_rates(temperature)
             expected = sequoia.expected_tokens(sequoia.optimal_tree(rates, size, depth), rates)
-            low, high = ((low + high) / 2, high) if expected < wanted else (low, (low + high) / 2)
-        return expected
+            low, high = (np.log(share), high) if expected < wanted else (low, np.log(share))
+            seen.append((abs(expected - wanted), share, expected))
+        self.set_share(min(seen)[1])
+        return min(seen)[2]
 
     @torch.no_grad()
     def acceptance_rates(self, temperature: float, rows: int = 16, prompt: int = 16, new: int = 32):
@@ -700,7 +706,7 @@ def synthetic_speed(args):
         if temperature not in by_temperature:
             raise ValueError(f"the paper has tokens per step for the temperatures 0 and 0.6 only, got {temperature:g}")
         size, depth, wanted = by_temperature[temperature]
-        expected = pair.tune(temperature, size, depth, wanted, rounds=6 if args.quick else 8)
+        expected = pair.tune(temperature, size, depth, wanted, rounds=7 if args.quick else 9)
         print(f"\n{named(temperature)}: {wanted} tokens per step wanted of {size}x{depth}, tuned to {expected:.2f}.")
         mine = functools.partial(ours, pair, temperature)
         contenders = contenders_for(pair, prompts, temperature, args) | {
@@ -781,17 +787,17 @@ def split_step(pair, temperature, prompt, args, runs, plain, floor: float) -> di
 
 
 def draw_split(name: str, splits, floor: float):
-    with figure(name) as (axes,):
-        left = np.zeros(len(splits))
-        labels = [f"{row['method']} {row['tree']}, {named(row['temperature'])}" for row in splits]
+    for axis, mine in draw_by_temperature(name, splits):
+        left, labels = np.zeros(len(mine)), [f"{row['method']}\n{row['tree']}" for row in mine]
         for part, shade in PARTS.items():
-            width = np.maximum([row[part] for row in splits], 0)
-            axes.barh(labels, width, left=left, color=shade, label=part)
+            width = np.maximum([row[part] for row in mine], 0)
+            axis.barh(labels, width, left=left, color=shade, label=part)
             left += width
-        axes.axvline(floor, color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
-        axes.set_xlabel("ms per step")
-        axes.invert_yaxis()
-        axes.legend()
+        axis.axvline(floor, color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
+        axis.set_xlabel("ms per step")
+        axis.grid(axis="y", visible=False)
+        axis.invert_yaxis()
+        axis.legend()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -809,8 +815,10 @@ def planner(args):
         latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
         centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
         sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 4).round().astype(int).tolist()
-        shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if 2 <= d <= n} | {centre}
-        around = {shape: sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes)}
+        largest = {d: sum(len(rates) ** level for level in range(d)) for d in range(2, centre[1] + 2)}
+        shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if d <= n <= largest.get(d, 0)}
+        around = [sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes | {centre})]
+        around = {(tree.size, tree.depth): tree for tree in around}              # some need fewer levels than they may
         contenders = {"plain": ours(pair, temperature, "none")}
         contenders |= {shape: ours(pair, temperature, tree) for shape, tree in around.items()}
         runs = interleave(contenders, prompts[::2], args, named(temperature))

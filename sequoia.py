@@ -40,8 +40,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 from transformers.cache_utils import Cache, StaticLayer
-from transformers.generation import (GenerateDecoderOnlyOutput, MinPLogitsWarper, TemperatureLogitsWarper,
-                                     TopKLogitsWarper, TopPLogitsWarper)
+from transformers.generation import (EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, MinPLogitsWarper,
+                                     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,6 +65,8 @@ class Tree:
 
     def __post_init__(self):
         parents = tuple(int(parent) for parent in self.parents)
+        if any(parent != given for parent, given in zip(parents, self.parents)):
+            raise ValueError(f"parents must be whole numbers, got {list(self.parents)[:8]}")
         object.__setattr__(self, "parents", parents)
         if not parents or parents[0] != -1:
             raise ValueError(f"a tree starts with its root, whose parent is -1; got parents {parents[:8]}")
@@ -134,19 +136,19 @@ class Tree:
 
     def draw(self, labels) -> str:
         """The tree as text, one line for each leaf, its nodes shown by these labels."""
-        lines = []
-        def visit(node, line, indent):
-            line, indent = line + labels[node], indent + " " * len(labels[node])
+        lines, stack = [], [(0, "", "")]             # a node, what stands before it on its line, and on the lines below
+        while stack:
+            node, line, below = stack.pop()
+            line, below = line + labels[node], below + " " * len(labels[node])
             *elder, youngest = self.children[node] or [None]
             if youngest is None:
                 lines.append(line)
             elif not elder:
-                visit(youngest, line + "──", indent + "  ")
+                stack.append((youngest, line + "──", below + "  "))
             else:
-                for i, child in enumerate(elder):
-                    visit(child, line + "─┬─" if i == 0 else indent + " ├─", indent + " │ ")
-                visit(youngest, indent + " └─", indent + "   ")
-        visit(0, "", "")
+                branches = [(child, below + " ├─", below + " │ ") for child in elder] + [(youngest, below + " └─", below + "   ")]
+                branches[0] = (elder[0], line + "─┬─", below + " │ ")
+                stack.extend(reversed(branches))
         return "\n".join(lines)
 
     def __str__(self):
@@ -173,8 +175,8 @@ def k_ary(k: int, depth: int) -> Tree:
 
 def _at_least_one(**values):
     for name, value in values.items():
-        if value != int(value) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -353,18 +355,18 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
     """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
-    residual, draft, untried = target_probs.clone(), draft_probs.clone(), torch.ones_like(draft_probs)
-    ratios = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
+    residual, draft, ratios = target_probs, draft_probs, torch.zeros(tokens.shape, dtype=target_probs.dtype, device=tokens.device)
     for i, n in enumerate(with_child):
         token, R, D = tokens[:n, i : i + 1], residual[:n], draft[:n]                             # (n, 1), (n, V), (n, V)
         p, q = R.gather(1, token), D.gather(1, token)
         ratios[:n, i : i + 1] = torch.where(p > 0, p / q, 0)                                     # R[s] / D[s]
         if noise is not None and noise.device.type == "cpu" and (noise < ratios).any(dim=1).all():
             break
-        residual[:n] = _normalise((R - D).clamp(min=0), otherwise=R)                             # R <- norm(max(R - D, 0))
+        R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         if not replacement:
-            untried[:n].scatter_(1, token, 0)
-            draft[:n] = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried[:n], otherwise=D))
+            untried = torch.ones_like(D).scatter_(1, tokens[:n, : i + 1], 0)
+            D = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried, otherwise=D))
+        residual, draft = torch.cat([R, residual[n:]]), torch.cat([D, draft[n:]])
     return ratios, residual
 
 
@@ -377,10 +379,10 @@ def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
 def _ratios_of_spectr(target_probs, draft_probs, tokens, with_child, noise):
     """k-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q), with the smallest
     division factor rho, between 1 and k, for which the residual is nowhere negative."""
-    P, Q, k = target_probs, draft_probs, (tokens >= 0).sum(dim=1, keepdim=True).clamp(min=1)     # k: (rows, 1)
+    P, Q, k = target_probs, draft_probs, (tokens >= 0).sum(dim=1, keepdim=True)                 # k: (rows, 1)
     def tries(beta):                       # the children tried on average, (1 - (1 - beta)^k) / beta, beta one's chance
         return torch.where(beta > 1e-6, (1 - (1 - beta).clamp(min=0) ** k) / beta, k.to(P.dtype))
-    low, high = torch.ones_like(k, dtype=P.dtype), k.to(P.dtype)
+    low, high = torch.ones_like(k, dtype=P.dtype), k.clamp(min=1).to(P.dtype)
     for _ in range(50 if P.dtype == torch.float64 else 25):
         rho = (low + high) / 2
         enough = tries(torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)) <= rho
@@ -433,11 +435,11 @@ class TreeLayout:
         self.path = torch.tensor([path + [node] * (tree.depth - 1 - len(path)) for node, path in enumerate(self.paths)],
                                  device=device, dtype=torch.long).reshape(tree.size, tree.depth - 1)     # its end repeated
         self.depth = torch.tensor(tree.depths, device=device)                        # (size,)
-        self.post_order = torch.tensor(_post_order(tree), device=device)             # (size,) leaves first, the root last
-
-
-def _post_order(tree, node=0):
-    return [other for child in tree.children[node] for other in _post_order(tree, child)] + [node]
+        order, stack = [], [0]                                                       # the root, its last child's subtree, ...
+        while stack:
+            order.append(stack.pop())
+            stack.extend(tree.children[order[-1]])
+        self.post_order = torch.tensor(order[::-1], device=device)                   # ... backwards: every node after all below
 
 
 @dataclass(frozen=True)
@@ -456,7 +458,9 @@ class Method:
         ratios, residual = self.ratios(target_probs, draft_probs, tokens, with_child, noise)
         accepted = noise < ratios                                                                # (rows, k)
         rank = torch.where(accepted.any(dim=1), accepted.to(torch.uint8).argmax(dim=1), -1)
-        token = torch.where(rank >= 0, tokens.gather(1, rank.clamp(min=0)[:, None])[:, 0], sample(residual, generator))
+        token = tokens.gather(1, rank.clamp(min=0)[:, None])[:, 0]
+        if rank.is_cuda or (rank < 0).any():
+            token = torch.where(rank >= 0, token, sample(residual, generator))
         if observe:
             observe(self, target_probs, draft_probs, tokens, noise, ratios, rank, token)
         return rank.reshape(shape), token.reshape(shape)
@@ -501,9 +505,17 @@ class Traversal(Method):
     be accepted for what comes below it. On a chain it is block verification (arXiv 2403.10444), on one level Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
-        """Every node gets an acceptance mass, in one sweep down the levels: a child's own, and what is left of its parent's as
-        if the child and all below it were rejected. Each node accepts with its mass; the first in post-order wins."""
-        residual = target_probs(range(layout.tree.size)).clone()                                 # (size, V)
+        """Each node accepts with the mass that the sweep gives it; the first in post-order wins, the root if no other does."""
+        mass, residual = self.sweep(layout, tokens, target_probs(range(layout.tree.size)), draft_probs)
+        noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
+        accepted = (noise < mass)[layout.post_order]
+        node = layout.post_order.gather(0, accepted.to(torch.uint8).argmax(dim=0, keepdim=True))
+        return node, sample(residual[node], generator)
+
+    def sweep(self, layout, tokens, target_probs, draft_probs):
+        """Every node's acceptance mass (size,) and residual (size, V), in one sweep down the levels: a child's own mass, and
+        what is left of its parent's as if the child and all below it were rejected."""
+        residual = target_probs.clone()                                                          # (size, V)
         mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
         for level, probs in zip(layout.levels, draft_probs):
             draft, untried = probs.clone(), torch.ones_like(probs)
@@ -518,10 +530,7 @@ class Traversal(Method):
                 residual[nodes] = _normalise(left, otherwise=R)
                 untried[:n].scatter_(1, token, 0)
                 draft[:n] = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried[:n], otherwise=D))
-        noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
-        accepted = (noise < mass)[layout.post_order]
-        node = layout.post_order.gather(0, accepted.to(torch.uint8).argmax(dim=0, keepdim=True))
-        return node, sample(residual[node], generator)
+        return mass, residual
 
 
 METHODS = {
@@ -719,8 +728,8 @@ class Decoder:
     """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
-    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator, row_of_batch=(0, 1), keep=1,
-                 cuda_graph=True):
+    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator,
+                 row_of_batch=(0, 1), keep=1, cuda_graph=True):
         """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
@@ -728,7 +737,8 @@ class Decoder:
         self.method = METHODS["topk"] if greedy else find_method(method)          # see `target_probs` for why
         self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
-        self.row_of_batch, self.vocabulary, self.limit = row_of_batch, self.target.logits.shape[-1], max_length - history.shape[1] + len(prompt)
+        self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
+        self.limit = max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
         self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
         first = sample(self.target_probs(self.target.logits[-1:], []), generator)
@@ -753,7 +763,8 @@ class Decoder:
 
     def place(self) -> Place:
         """Where the tree stands now; on the host only among the slots in use."""
-        return self.frame.place(self.base, self.all_slots[: None if self.static else self.length + self.frame.size], self.limit)
+        used = slice(None if self.static else self.length + self.frame.size)
+        return self.frame.place(self.base, self.all_slots[used], self.limit)
 
     def scores(self, model, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
@@ -792,8 +803,12 @@ class Decoder:
 
     def step(self) -> Step:
         """Grow the tree, run the target over it, verify, keep the accepted path."""
-        if self.static and self.tokens.is_cuda and self.cuda_graph and self.graph is None:
-            self.capture()
+        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph:
+            try:
+                self.graph, self.report = self.capture(self.program)
+            except RuntimeError as error:
+                self.cuda_graph = False
+                warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
         if self.graph:
             self.graph.replay()
         report = (self.report if self.graph else self.program()).tolist()        # the step's one copy to the host
@@ -803,7 +818,8 @@ class Decoder:
         step = Step(tree, report[3:], self.layout.paths[node], token)
         self.length += len(step.tokens)
         if self.needs_history:
-            self.history = torch.cat([self.history, self.tokens.new_tensor([step.node_tokens[:1] + step.tokens[:-1]])], dim=1)
+            known = step.node_tokens[:1] + step.tokens[:-1]                      # the root; the last token is the next root
+            self.history = torch.cat([self.history, self.tokens.new_tensor([known])], dim=1)
         return step
 
     def program(self) -> Tensor:
@@ -842,33 +858,25 @@ class Decoder:
         self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
         self.base += self.layout.depth[node][0] + 1
 
-    def capture(self):
-        """Records the program as one CUDA graph. It is tried out first, on a side stream, from a state that is restored."""
-        state, random = (self.base.clone(), self.tokens.clone()), self.generator and self.generator.get_state()
-        random = torch.cuda.get_rng_state() if random is None else random
-        side = torch.cuda.Stream()
+    def capture(self, run):
+        """A CUDA graph of `run`, and what it returns. It is tried out first, on a side stream, and the state restored."""
+        state = self.base.clone(), self.tokens.clone()
+        generator = self.generator or torch.cuda.default_generators[self.tokens.device.index or 0]
+        random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.program()
+                    run()
+        finally:
             torch.cuda.current_stream().wait_stream(side)
-            self.restore(state, random)
-            self.graph = torch.cuda.CUDAGraph()
-            if self.generator is not None:
-                self.graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self.graph, stream=side):
-                self.report = self.program()
-        except RuntimeError as error:
-            warnings.warn(f"the step cannot be captured as a CUDA graph and runs without: {str(error).splitlines()[0]}")
-            torch.cuda.synchronize()
-            self.graph, self.cuda_graph = None, False
-            self.restore(state, random)
-
-    def restore(self, state, random):
-        self.base.copy_(state[0])
-        self.tokens.copy_(state[1])
-        torch.cuda.set_rng_state(random) if self.generator is None else self.generator.set_state(random)
+            self.base.copy_(state[0])
+            self.tokens.copy_(state[1])
+            generator.set_state(random)
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, stream=side):
+            return graph, run()
 
     def tokens_with(self, tree, planner, on_step=None):
         """The tokens after the prompt, one at a time, for as long as they are asked for."""
@@ -881,9 +889,8 @@ class Decoder:
                 on_step(step)
             yield from step.tokens
 
-    def rehearse(self, tree: Tree, grow: bool):
+    def rehearse(self, grow: bool):
         """One half of a step, for its time alone: growing the tree, or all the rest with nothing accepted."""
-        self.plant(tree)
         place = self.place()
         if grow:
             self.grow(place)
@@ -1042,10 +1049,16 @@ class Latency(NamedTuple):
 def measure_latency(decoder: Decoder, sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1, 4, 16), budget: float = 1.5) -> Latency:
     """Times the parts of this decoder's step, medians after a warm-up; no larger tree once `budget` seconds are used up."""
     def median(tree, grow):
+        decoder.plant(tree)
+        run, wait = functools.partial(decoder.rehearse, grow), torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
+        if decoder.static and decoder.cuda_graph:
+            run = decoder.capture(run)[0].replay
         times = []
         while len(times) < 4 or len(times) < 12 and sum(times) < 0.1:
+            wait()
             start = time.perf_counter()
-            decoder.rehearse(tree, grow)
+            run()
+            wait()
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))
 
@@ -1120,7 +1133,7 @@ class Planner:
 
 @torch.no_grad()
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
-           method="sequoia", generator=None, planner=None, on_step=None, observe=None, **model_kwargs):
+           method="sequoia", generator=None, planner=None, on_step=None, observe=None, cuda_graph=True, **model_kwargs):
     """Tree speculative decoding, to be handed to transformers:
 
         target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
@@ -1128,7 +1141,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
     Planner to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
-    children, as `Method.verify` does. The rest is what `generate` prepares: its
+    children, as `Method.verify` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate` prepares: its
     processors shape both models' distributions, its stopping criteria are asked after every token. A batch is decoded row
     by row. Raises ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -1147,25 +1160,33 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     mask = model_kwargs.get("attention_mask")
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    rows = []
+    rows, ended = [], stop_check(stopping_criteria, input_ids.device)
     for i, row in enumerate(input_ids):
         decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
-                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), keep=64)
-        decoder.observe, text = observe, row[None]
+                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), 64, cuda_graph)
+        decoder.observe, text = observe, row.tolist()
         for token in decoder.tokens_with(tree, planner, on_step):
-            text = torch.cat([text, text.new_tensor([[token]])], dim=1)
+            text.append(token)
             if streamer is not None:
-                streamer.put(text[0, -1:].cpu())
-            if stopping_criteria(text, None).all():
+                streamer.put(torch.tensor([token]))
+            if ended(text):
                 break
-        rows.append(text[0])
+        rows.append(text)
     if streamer is not None:
         streamer.end()
-    pad = config._pad_token_tensor if config._pad_token_tensor is not None else 0
-    output = torch.full((len(rows), max(map(len, rows))), int(pad), device=input_ids.device)
-    for i, row in enumerate(rows):
-        output[i, : len(row)] = row
+    pad, length = int(config._pad_token_tensor or 0), max(map(len, rows))
+    output = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=input_ids.device)
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
+
+
+def stop_check(criteria, device) -> Callable[[list], bool]:
+    """Whether a text has ended, asked after every token: so what every call has, a length and ends of sequence, is looked up
+    in Python, and only other criteria are given tensors."""
+    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+    ends = {int(end) for one in criteria if type(one) is EosTokenCriteria for end in one.eos_token_id.flatten()}
+    others = StoppingCriteriaList(one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria))
+    return lambda text: (text[-1] in ends or len(text) >= min(lengths, default=sys.maxsize)
+                         or len(others) > 0 and bool(others(torch.tensor([text], device=device), None).all()))
 
 
 def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None, stopping_criteria=(), **kwargs):
@@ -1230,6 +1251,7 @@ def arguments(argv=None):
     add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
     add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
     add("--compare", action="store_true", help="also time transformers' generate and assisted generation, and plain decoding")
@@ -1383,7 +1405,7 @@ def run(args) -> int:
     def decode_once(tree, printer=None, **changed):
         generator = torch.Generator(args.device).manual_seed(args.seed)
         return generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
-                        streamer=printer, on_step=printer and printer.on_step,
+                        cuda_graph=args.cuda_graph, streamer=printer, on_step=printer and printer.on_step,
                         observe=printer.observe if printer and args.explain else None, **{**sampling, **changed})
 
     stream = None if args.json else sys.stdout

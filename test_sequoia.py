@@ -3,21 +3,29 @@
 Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below 1e-9: a
 false alarm from any of them has a chance below 1e-6.
 """
+import argparse
+import collections
 import dataclasses
 import doctest
 import heapq
+import json
 import math
 import os
 import random
 import re
+import subprocess
+import sys
 from itertools import permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import bench
 import sequoia
 from sequoia import (METHODS, Tree, chain, expected_tokens, expected_tokens_table, k_ary, optimal_tree,
                      sample_and_verify, sequences)
@@ -301,7 +309,7 @@ def test_a_size_that_no_tree_can_have_is_an_error_that_names_the_largest(rates, 
 def all_proposals(name, draft_probs, k):
     """Every sequence of k proposals that a method makes from draft_probs (V,), (sequences, k), and their chances.
 
-    Each proposal is drawn from the draft, or from the draft without the earlier ones, uniformly once no mass is left."""
+    Each is drawn from the draft, or from what the earlier ones leave of it; uniformly once no mass is left."""
     propose, vocab = METHODS[name].propose, range(len(draft_probs))
     if propose is sequoia.most_likely:
         return propose(draft_probs[None], k), torch.ones(1, dtype=torch.float64)
@@ -660,3 +668,482 @@ HALF, NAN = torch.full((3, 2), 0.5), torch.tensor([0.5, math.nan])
 def test_what_cannot_be_verified_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         sample_and_verify(*arguments)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5  Tree attention and the KV cache
+
+TINY = Path(sequoia.__file__).parent / "tiny"
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+GQA = dict(SMALL, num_key_value_heads=2)
+ARCHITECTURES = {
+    "llama": lambda: transformers.LlamaConfig(**GQA),
+    "qwen2": lambda: transformers.Qwen2Config(**GQA),
+    "qwen2 with a window": lambda: transformers.Qwen2Config(**GQA, use_sliding_window=True, sliding_window=12,
+                                                            max_window_layers=1),
+    "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**GQA, sliding_window=12),
+    "mixtral": lambda: transformers.MixtralConfig(**GQA, sliding_window=12, num_local_experts=4),
+    "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=12),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1,
+                                            eos_token_id=None, pad_token_id=0),
+    "opt": lambda: transformers.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, bos_token_id=1,
+                                          num_attention_heads=4, max_position_embeddings=256, word_embed_proj_dim=32,
+                                          eos_token_id=None, pad_token_id=0),
+    "falcon": lambda: transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                                bos_token_id=1, eos_token_id=None, pad_token_id=0),
+    "gemma2": lambda: transformers.Gemma2Config(**GQA, head_dim=8, sliding_window=12),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GQA, head_dim=8, sliding_window=12),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GQA, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+                                                 sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
+}
+
+
+def make_pair(config, sharpness=3.0, difference=0.05, seed=0):
+    """A random target whose distributions are far from flat, and a draft near it."""
+    torch.manual_seed(seed)
+    target, draft = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    for p, q in zip(target.parameters(), draft.parameters()):
+        if p.ndim > 1:
+            p.data *= sharpness
+        q.data = p.data + difference * p.std() * torch.randn_like(p) if p.ndim > 1 else p.data.clone()
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_pair(ARCHITECTURES["llama"]())
+
+
+def prompt_of(length, vocabulary=64, seed=0):
+    return torch.randint(2, vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decoder_for(target, draft, prompt, **kwargs):
+    settings = dict(max_length=100, method="sequoia", processors=transformers.LogitsProcessorList(), greedy=False,
+                    generator=torch.Generator().manual_seed(0))
+    return sequoia.Decoder(target, draft, prompt[0], prompt, **{**settings, **kwargs})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@torch.no_grad()
+def test_tree_attention_equals_one_path_at_a_time(name):
+    """Gemma 3 and GPT-OSS have windows of 12, which the prompt of 30 exceeds; GPT-OSS has eager attention."""
+    target, draft = make_pair(ARCHITECTURES[name]())
+    prompt, tree = prompt_of(30), optimal_tree([0.5, 0.2, 0.1], 14, 5)
+    decoder = decoder_for(target, draft, prompt)
+    decoder.plant(tree)
+    place = decoder.place()
+    decoder.grow(place)
+    logits = decoder.target(decoder.tokens[1:], place, slice(1, None))
+    for node in range(tree.size):
+        text = torch.cat([prompt[0], decoder.path_tokens(node)])[None]
+        torch.testing.assert_close(logits[node], target(text).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_cache_after_steps_equals_fresh_prefill(llama):
+    """Both models' entries up to the stem's, where the draft's own entry may be missing: it is written with the next root."""
+    prompt, text = prompt_of(20), []
+    decoder = decoder_for(*llama, prompt)
+    decoder.plant(optimal_tree([0.5, 0.2, 0.1], 14, 5))
+    text = prompt[0].tolist() + [decoder.first]
+    for _ in range(6):
+        text += decoder.step().tokens
+    assert len(text) > 30 and decoder.length == int(decoder.base) == len(text) - 2
+    for model, known in ((decoder.target, len(text) - 1), (decoder.draft, len(text) - 2)):
+        fresh = sequoia.CachedModel(model.model, torch.tensor(text))
+        fresh.reserve(64)
+        for ours, theirs in zip(model.entries, fresh.entries):
+            torch.testing.assert_close(ours[:, :, :known], theirs[:, :, :known], atol=1e-4, rtol=1e-4)
+
+
+def test_models_that_cannot_verify_a_tree_are_named():
+    cases = {"encoder-decoder": transformers.T5ForConditionalGeneration(transformers.T5Config(
+                 vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)),
+             "recurrent": transformers.MambaForCausalLM(transformers.MambaConfig(
+                 vocab_size=64, hidden_size=16, num_hidden_layers=1))}
+    for reason, model in cases.items():
+        with pytest.raises(ValueError, match=reason):
+            sequoia.check_model(model)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6  The decoding step
+
+
+def enumerate_texts(target, prompt, length, processors):
+    """The exact probability of every continuation of this length, from the model alone: a dictionary of tuples."""
+    texts = {(): 1.0}
+    for _ in range(length):
+        rows = torch.tensor([prompt[0].tolist() + list(text) for text in texts])
+        probs = processors(rows, target(rows).logits[:, -1].float()).softmax(-1)
+        texts = {text + (token,): p * probs[i, token].item() for i, (text, p) in enumerate(texts.items())
+                 for token in range(probs.shape[1]) if probs[i, token] > 0}
+    return texts
+
+
+JOINT = {   # name: (runs, vocabulary, method, arguments of generate)
+    "sampling": (20_000, 5, "sequoia", {}),
+    "top-p": (4_000, 6, "sequoia", dict(top_p=0.8)),
+    "min-p": (4_000, 6, "sequoia", dict(min_p=0.15)),
+    "repetition penalty": (4_000, 4, "sequoia", dict(repetition_penalty=1.7)),
+    "specinfer": (2_000, 4, "specinfer", {}),
+    "spectr": (2_000, 4, "spectr", {}),
+    "naive": (2_000, 4, "naive", {}),
+    "topk": (2_000, 4, "topk", {}),
+    "traversal": (2_000, 4, "traversal", {}),
+}
+
+
+@pytest.mark.parametrize("case, static", [(case, False) for case in JOINT] + [("specinfer", True), ("sampling", True), ("traversal", True)])
+@torch.no_grad()
+def test_joint_distribution_of_three_tokens_equals_enumeration(case, static):
+    """Through the real step, cache and mask included; static is the program of fixed shapes that a CUDA graph records. The first token comes from the prompt's pass, the others from trees;
+    one decoder starts anew each time."""
+    runs, vocabulary, method, arguments = JOINT[case]
+    runs = 2_000 if static else runs
+    config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=1, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    target, draft = map(sequoia.pack, make_pair(config, sharpness=6.0, difference=1.5, seed=3))
+    prompt, acceptance = prompt_of(4, vocabulary), sequoia.Acceptance()
+    processors = target._get_logits_processor(transformers.GenerationConfig(do_sample=True, top_k=0, **arguments),
+                                              input_ids_seq_length=4, device="cpu")
+    decoder = decoder_for(target, draft, prompt, method=method, processors=processors)
+    decoder.static = static
+    decoder.plant(Tree([-1, 0, 0, 0, 1, 1, 2]))
+    start, first_probs = (decoder.base.clone(), decoder.length, prompt), decoder.target_probs(decoder.target.logits, [])
+    counts = collections.Counter()
+    for _ in range(runs):
+        decoder.base, decoder.length, decoder.history = start[0].clone(), *start[1:]      # the prompt again
+        decoder.tokens[:2] = torch.cat([prompt[0, -1:], sequoia.sample(first_probs, decoder.generator)])
+        text = [int(decoder.tokens[1])]
+        while len(text) < 3:
+            step = decoder.step()
+            acceptance.count_step(step)
+            text += step.tokens
+        counts[tuple(text[:3])] += 1
+    exact = enumerate_texts(target, prompt, 3, processors)
+    assert set(counts) <= set(exact)
+    observed, probs = ([table[text] for text in exact] for table in (counts, exact))
+    assert chi_square_tail(observed, [runs * p for p in probs]) > 1e-9
+    assert acceptance.accepted.sum() > runs / 4, "the draft's tokens must matter for this test to mean something"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_plain_generate(name):
+    """For every architecture, with windows of 12 tokens and a text of 60."""
+    target, draft = make_pair(ARCHITECTURES[name]())
+    prompt = prompt_of(30)
+    expected = target.generate(prompt, max_new_tokens=30, do_sample=False)
+    for tree in ("none", "16x5", "sequences:3x4"):
+        steps = []
+        out = sequoia.generate(target, draft, prompt, max_new_tokens=30, do_sample=False, tree=tree, on_step=steps.append)
+        assert torch.equal(out, expected)
+        assert tree == "none" or len(steps) < 20, "a draft this near must save steps"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_static_program_is_greedy_too(name):
+    target, draft = make_pair(ARCHITECTURES[name]())
+    expected = target.generate(prompt_of(30), max_new_tokens=30, do_sample=False)[0, 30:].tolist()
+    for tree in (Tree([-1]), optimal_tree([0.5, 0.2, 0.1], 14, 5), sequences(3, 4)):
+        decoder = decoder_for(target, draft, prompt_of(30), greedy=True)
+        decoder.static = True
+        decoder.plant(tree)
+        text = [decoder.first]
+        with torch.no_grad():
+            while len(text) < 30:
+                text += decoder.step().tokens
+        assert text[:30] == expected
+
+
+def test_greedy_equals_plain_generate_on_held_out_prompts():
+    target, draft = (transformers.AutoModelForCausalLM.from_pretrained(TINY / name, dtype=torch.float32).eval()
+                     for name in ("target", "draft"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "target")
+    for prompt in bench.texts(argparse.Namespace(prompts=None, tokenizer=tokenizer, device="cpu"), 20, 128):
+        expected = target.generate(prompt, max_new_tokens=40, do_sample=False)
+        for tree in ("auto", "64x8", "sequences:5x8", "none"):
+            out = sequoia.generate(target, draft, prompt, max_new_tokens=40, do_sample=False, tree=tree)
+            assert torch.equal(out, expected), tree
+
+
+def test_noise_is_fresh_every_step(llama, monkeypatch):
+    """No step draws the numbers of an earlier one (the authors' code draws once a prompt)."""
+    drawn, rand = [], torch.rand
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: drawn.append(rand(*args, **kwargs)) or drawn[-1])
+    sequoia.generate(*llama, prompt_of(8), max_new_tokens=40, do_sample=True, tree="6x3")
+    values = [float(noise.flatten()[0]) for noise in drawn]
+    assert len(values) > 10 and len(set(values)) == len(values)
+
+
+def test_the_same_seed_gives_the_same_text(llama):
+    def text(seed):
+        return sequoia.generate(*llama, prompt_of(8), max_new_tokens=30, do_sample=True, tree="9x4",
+                                generator=torch.Generator().manual_seed(seed)).tolist()
+    assert text(1) == text(1) != text(2)
+
+
+def test_vocabularies_padded_to_different_lengths():
+    target, draft = make_pair(ARCHITECTURES["llama"]())
+    for size in (60, 80):
+        draft.resize_token_embeddings(size)
+        expected = target.generate(prompt_of(10), max_new_tokens=20, do_sample=False)
+        out = sequoia.generate(target, draft, prompt_of(10), max_new_tokens=20, do_sample=False, tree="9x4")
+        assert torch.equal(out, expected)
+
+
+def test_nan_logits_are_an_error():
+    for broken in (0, 1):
+        pair = make_pair(ARCHITECTURES["llama"]())
+        next(pair[broken].parameters()).data.fill_(float("nan"))
+        for do_sample in (False, True):
+            with pytest.raises(ValueError, match="NaN"):
+                sequoia.generate(*pair, prompt_of(10), max_new_tokens=20, do_sample=do_sample, tree="9x4")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7  Where the weights are
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_output_equals_plain_output(name):
+    target, draft = make_pair(ARCHITECTURES[name]())
+    def text():
+        return sequoia.generate(target, draft, prompt_of(30), max_new_tokens=30, do_sample=True, tree="9x4",
+                                generator=torch.Generator().manual_seed(0)).tolist()
+    plain = text()
+    sequoia.pack(target), sequoia.pack(draft)
+    assert hasattr(target, "recording") and text() == plain
+
+
+def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
+    """A loop over the experts that were hit makes a trace of one run wrong for the next: it must be found out."""
+    config = transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert sequoia.pack(model).recording.func is sequoia.CachedModel.run
+    llama = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["llama"]()).eval()
+    assert sequoia.pack(llama).recording.func is not sequoia.CachedModel.run
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8  The planner
+
+
+def test_acceptance_rates_approach_the_true_ones():
+    """Counts from trees whose children are accepted by known chances; the error of 20,000 counts is below 0.02, a false alarm
+    (5 standard errors) below 1e-6."""
+    true, tree, rng = np.array([0.5, 0.2, 0.1]), k_ary(3, 4), np.random.default_rng(0)
+    acceptance = sequoia.Acceptance()
+    for _ in range(20_000):
+        path, node = [], 0
+        while tree.children[node] and (rank := rng.choice(4, p=[*true, 1 - true.sum()])) < 3:
+            path.append(node := tree.children[node][rank])
+        acceptance.count_step(sequoia.Step(tree, [0] * tree.size, path, 0))
+    assert np.abs(acceptance.rates()[:3] - true).max() < 0.02
+    assert np.abs(acceptance.rates(by_level=True)[:2, :3] - true).max() < 0.02
+
+
+def test_measured_acceptance_equals_the_exact_chance():
+    """At k = 1 it is 1 - ||P - Q||_1 / 2; 20,000 positions, five standard errors."""
+    P, Q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    acceptance = sequoia.measure_acceptance(P.expand(20_000, 3), Q.expand(20_000, 3), children=2,
+                                            generator=torch.Generator().manual_seed(0))
+    assert abs(acceptance.rates()[0] - 0.6) < 0.02
+
+
+def test_the_plan_is_the_best_on_curves_where_it_is_known():
+    rates, sizes = [0.8], list(range(1, 65))
+    free = sequoia.Latency(sizes, [1.0] * 64, [1], [0.0])                     # nothing costs anything: the largest chain
+    assert sequoia.plan(rates, free, max_depth=64).tree == chain(63)
+    costly = sequoia.Latency(sizes, [float(n) for n in sizes], [1], [1.0])    # a node costs as much as a step: no tree
+    assert sequoia.plan(rates, costly).tree.size == 1 and sequoia.plan(rates, costly).speedup == 1
+    rates, c = np.array([0.5, 0.2, 0.1]), 0.1                                 # in between: try all pairs
+    latency = sequoia.Latency(sizes, [1 + 0.01 * n for n in sizes], [1], [c])
+    table = expected_tokens_table(rates, 64, 12)
+    best = max((table[n, d] / (1 + 0.01 * n + (d - 1) * c), n, d) for n in sizes for d in range(1, 13) if table[n, d] > 0)
+    chosen = sequoia.plan(rates, latency)
+    assert (chosen.tree.size, chosen.speedup) == (best[1], pytest.approx(best[0] * 1.01))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9  decode, behind model.generate
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 30])
+def test_exactly_max_new_tokens(llama, count):
+    for do_sample in (False, True):
+        assert sequoia.generate(*llama, prompt_of(10), max_new_tokens=count, do_sample=do_sample, tree="16x5").shape[1] == 10 + count
+
+
+def test_eos_inside_an_accepted_run_ends_the_text(llama):
+    target, draft = llama
+    plain = target.generate(prompt_of(10), max_new_tokens=40, do_sample=False)[0]
+    for end in set(plain[10:].tolist()):
+        expected = target.generate(prompt_of(10), max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0)
+        out = sequoia.generate(target, draft, prompt_of(10), max_new_tokens=40, do_sample=False, tree="16x5", eos_token_id=end,
+                               pad_token_id=0)
+        assert torch.equal(out, expected)
+
+
+PROCESSED = [dict(repetition_penalty=1.5), dict(no_repeat_ngram_size=2), dict(min_new_tokens=15, eos_token_id=list(range(2, 40))),
+             dict(bad_words_ids=[[5], [7, 9]]), dict(suppress_tokens=list(range(20, 50))), dict(forced_eos_token_id=3),
+             dict(begin_suppress_tokens=list(range(30))), dict(sequence_bias=[[[11], 8.0], [[11, 12], 9.0]]),
+             dict(exponential_decay_length_penalty=(3, 1.5), eos_token_id=4), dict(encoder_repetition_penalty=1.4),
+             dict(prefix_allowed_tokens_fn=lambda i, ids: list(range(2 + len(ids) % 5, 64, 2)))]
+
+
+@pytest.mark.parametrize("arguments", PROCESSED, ids=lambda arguments: next(iter(arguments)))
+def test_every_logits_processor_sees_each_nodes_own_path(llama, arguments):
+    target, draft = llama
+    arguments = dict(arguments, max_new_tokens=25, do_sample=False, pad_token_id=0)
+    out = target.generate(prompt_of(10), custom_generate=sequoia.decode, draft=draft, tree="16x5", **arguments)
+    assert torch.equal(out, target.generate(prompt_of(10), **arguments))
+
+
+def test_drop_in_for_generate(llama):
+    target, draft = llama
+    arguments = dict(max_new_tokens=20, custom_generate=sequoia.decode, draft=draft, tree="9x4")
+    out = target.generate(prompt_of(10), do_sample=True, num_return_sequences=3, **arguments)
+    assert out.shape == (3, 30) and len(set(map(tuple, out.tolist()))) > 1
+    out = target.generate(prompt_of(10), do_sample=False, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, target.generate(prompt_of(10), do_sample=False, max_new_tokens=20))
+    class UntilLength(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
+    out = target.generate(prompt_of(10), do_sample=False, stopping_criteria=[UntilLength()], **arguments)
+    assert out.shape == (1, 17)
+
+
+def test_left_padded_batch_equals_generate(llama):
+    target, draft = llama
+    rows = [prompt_of(length, seed=length)[0].tolist() for length in (5, 9, 12)]
+    ids = torch.tensor([[0] * (12 - len(row)) + row for row in rows])
+    inputs = dict(input_ids=ids, attention_mask=torch.tensor([[0] * (12 - len(row)) + [1] * len(row) for row in rows]))
+    for arguments in (dict(), dict(eos_token_id=list(range(2, 12))), dict(repetition_penalty=1.3)):
+        arguments.update(max_new_tokens=20, do_sample=False, pad_token_id=0)
+        out = target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, tree="9x4", **arguments)
+        assert torch.equal(out, target.generate(**inputs, **arguments))
+
+
+class Collector(transformers.generation.BaseStreamer):
+    def __init__(self):
+        self.values, self.ended = [], False
+
+    def put(self, value):
+        self.values.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer_gets_what_generate_gives_it(llama):
+    target, draft = llama
+    ours, theirs = Collector(), Collector()
+    sequoia.generate(target, draft, prompt_of(10), max_new_tokens=12, do_sample=False, tree="9x4", streamer=ours)
+    target.generate(prompt_of(10), max_new_tokens=12, do_sample=False, streamer=theirs)
+    assert ours.values == theirs.values and ours.ended
+
+
+def test_stop_string_inside_an_accepted_run_ends_the_text():
+    target, draft = (transformers.AutoModelForCausalLM.from_pretrained(TINY / name, dtype=torch.float32).eval()
+                     for name in ("target", "draft"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "target")
+    ids = tokenizer("import os\n\ndef main(", return_tensors="pt")["input_ids"]
+    arguments = dict(max_new_tokens=40, do_sample=False, tokenizer=tokenizer, stop_strings=["\n"], pad_token_id=0)
+    out = sequoia.generate(target, draft, ids, tree="16x5", **arguments)
+    assert torch.equal(out, target.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
+
+
+def test_what_cannot_be_decoded_is_a_clear_error(llama):
+    target, draft = llama
+    for arguments, message in ((dict(num_beams=2), "num_beams"), (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
+                               (dict(tree="12"), "SIZExDEPTH"), (dict(tree="kary:0x2"), "kary"), (dict(tree="9x"), "SIZExDEPTH"),
+                               (dict(tree="100x2"), "largest"), (dict(method="magic"), "magic"), (dict(tree="kary:65x2"), "64 tokens")):
+        with pytest.raises(ValueError, match=message):
+            sequoia.generate(target, draft, prompt_of(10), max_new_tokens=5, do_sample=True, **arguments)
+    with pytest.raises(ValueError, match="needs a draft"):
+        sequoia.generate(target, None, prompt_of(10), max_new_tokens=5, tree="kary:2x3")
+    with pytest.raises(ValueError, match="context only 256"):
+        sequoia.generate(target, draft, prompt_of(257), max_new_tokens=5)
+
+
+def test_a_text_up_to_the_end_of_the_context():
+    """GPT-2 has no embedding beyond its last position: the tree's deeper nodes must not ask for one."""
+    target, draft = make_pair(ARCHITECTURES["gpt2"]())
+    expected = target.generate(prompt_of(200), max_length=256, do_sample=False)
+    assert torch.equal(sequoia.generate(target, draft, prompt_of(200), max_length=256, do_sample=False, tree="9x6"), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10  The command line
+
+
+def run_main(capsys, *arguments):
+    code = sequoia.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_is_one_object_and_nothing_else(capsys):
+    code, out, err = run_main(capsys, "--json", "--max-new-tokens", "20", "--tree", "16x5")
+    result = json.loads(out)
+    assert code == 0 and result["new_tokens"] == len(result["token_ids"]) == 20 and result["tree"]["size"] == 16
+    assert set(result) >= {"text", "steps", "tokens_per_step", "seconds", "tokens_per_second", "acceptance_rates", "method",
+                           "temperature", "seed", "device", "dtype"}
+    tree = Tree.from_paths(result["tree"]["paths"])
+    assert (tree.size, tree.depth) == (result["tree"]["size"], result["tree"]["depth"])
+
+
+def test_comparison_reports_all_speeds(capsys):
+    code, out, _ = run_main(capsys, "--json", "--max-new-tokens", "10", "--tree", "8x4", "--compare", "--dtype", "float32")
+    result = json.loads(out)
+    assert code == 0 and result["greedy_identical"] is True
+    for name in ("generate", "assisted", "plain"):
+        assert result[name]["tokens_per_second"] > 0 and result["speedup_over_" + name] > 0
+
+
+def test_printed_text_is_the_text_and_the_tree_is_drawn(capsys):
+    arguments = ("--max-new-tokens", "20", "--tree", "8x4", "--prompt", "import ")
+    text = json.loads(run_main(capsys, *arguments, "--json")[1])["text"]
+    code, out, _ = run_main(capsys, *arguments)
+    assert code == 0 and out.startswith("import " + text) and "tokens a step" in out and "\033" not in out
+    assert "─" in run_main(capsys, *arguments, "--show-tree")[1]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--target", "./nowhere"], "no folder"), (["--temperature", "-1"], "temperature"), (["--tree", "banana"], "SIZExDEPTH"),
+    (["--prompt", ""], "empty"), (["--prompt", "@nowhere.txt"], "nowhere.txt"), (["--prompt", "x = 1\n" * 2000], "context"),
+    (["--chat"], "chat template"), (["--top-p", "2"], "top-p"), (["--max-new-tokens", "0"], "max-new-tokens")])
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    code, out, err = run_main(capsys, *arguments)
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and message in last and last.startswith("sequoia.py: ") and "Traceback" not in err
+
+
+def test_different_tokenizers_are_an_error_that_names_both(capsys, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "draft")
+    tokenizer.add_tokens(["<|other|>"])
+    tokenizer.save_pretrained(tmp_path)
+    code, _, err = run_main(capsys, "--draft", str(tmp_path))
+    assert code == 2 and str(tmp_path) in err and "tiny" in err
+
+
+def test_ctrl_c_prints_what_there_is_and_exits_130(capsys, monkeypatch):
+    step, calls = sequoia.Decoder.step, []
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return step(self)
+    monkeypatch.setattr(sequoia.Decoder, "step", interrupted)
+    code, out, _ = run_main(capsys, "--tree", "8x4")
+    assert code == 130 and "in 3 steps" in out
+
+
+def test_importing_is_silent():
+    code = "import sys, sequoia; assert 'matplotlib' not in sys.modules and 'scipy' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sequoia.__file__).parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
