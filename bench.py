@@ -47,7 +47,7 @@ HERE = Path(__file__).parent
 
 
 COLOURS = {"sequoia": "#15803d", "specinfer": "#ea580c", "spectr": "#7c3aed", "naive": "#a16207", "topk": "#2563eb",
-           "k-ary": "#0891b2", "chain": "#be185d", "generate": "#6b7280", "assisted": "#dc2626", "lookup": "#ca8a04",
+           "traversal": "#0d9488", "k-ary": "#0891b2", "chain": "#be185d", "generate": "#6b7280", "assisted": "#dc2626", "lookup": "#ca8a04",
            "plain": "#9ca3af", "best": "#111827"}
 TREE_OF = {"sequences": "specinfer", "sequences 5x8": "specinfer", "16 sequences": "specinfer",
            "k sequences": "specinfer", "2-ary": "k-ary", "paper's tree": "sequoia", "too large": "sequoia"}
@@ -560,7 +560,7 @@ def contenders_for(pair, prompts, temperature, args) -> dict:
                    ("sequences", best_sequences[0]): best_sequences[1],
                    ("sequences 5x8", ""): mine("sequences:5x8", "specinfer")}
     if temperature:                                                      # greedy, topk and sequoia are one and the same
-        taking_part["topk", args.tree] = mine(args.tree, "topk")
+        taking_part |= {(method, args.tree): mine(args.tree, method) for method in ("topk", "traversal")}
     return taking_part | {("sequoia", args.tree): mine(args.tree)}
 
 

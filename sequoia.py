@@ -146,9 +146,9 @@ class Tree:
             elif not elder:
                 stack.append((youngest, line + "──", below + "  "))
             else:
-                branches = [(child, below + " ├─", below + " │ ") for child in elder] + [(youngest, below + " └─", below + "   ")]
-                branches[0] = (elder[0], line + "─┬─", below + " │ ")
-                stack.extend(reversed(branches))
+                stack.append((youngest, below + " └─", below + "   "))
+                stack.extend((child, below + " ├─", below + " │ ") for child in reversed(elder[1:]))
+                stack.append((elder[0], line + "─┬─", below + " │ "))
         return "\n".join(lines)
 
     def __str__(self):
@@ -199,7 +199,7 @@ def expected_tokens_table(acceptance_rates, size: int, depth: int, max_branch: i
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for every n and d at once:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
     program = _DynamicProgram(acceptance_rates, size, depth, max_branch)
-    return np.stack([program.best(0, levels).value for levels in range(depth + 1)], axis=1)
+    return np.stack([np.full(size + 1, -np.inf)] + [program.best(0, d).value for d in range(1, depth + 1)], axis=1)
 
 
 def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_branch: int | None = None) -> Tree:
@@ -218,8 +218,8 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     depth = depth or program.levels_that_matter()
     if not np.isfinite(program.best(0, depth).value[size]):
         largest = int(np.isfinite(program.best(0, depth).value).nonzero()[0].max())
-        raise ValueError(f"no tree of {size} nodes has at most {depth} levels and {program.rates.shape[1]} children a node (one "
-                         f"for each rate, up to max_branch): the largest has {largest}")
+        raise ValueError(f"no tree of {size} nodes has at most {depth} levels and {program.rates.shape[1]} children a node "
+                         f"(one for each rate, up to max_branch): the largest has {largest}")
     parents, queue = [-1], deque([(0, 0, size)])                     # (node, its level, the size of its subtree)
     while queue:
         node, level, n = queue.popleft()
@@ -242,7 +242,8 @@ class _DynamicProgram:
         if (level, depth) not in self.solved:
             for lower in range(1, depth - (len(self.rates) - 1 - level)):      # the shared last row first, bottom up: a
                 self.best(len(self.rates) - 1, lower)                          # chain of 4,096 levels needs no recursion
-            self.solved[level, depth] = _Subtrees(self.rates[level], self.size, depth and self.best(level + 1, depth - 1))
+            below = self.best(level + 1, depth - 1) if depth > 1 else None
+            self.solved[level, depth] = _Subtrees(self.rates[level], self.size, below)
         return self.solved[level, depth]
 
     def levels_that_matter(self) -> int:
@@ -259,19 +260,16 @@ class _Subtrees:
 
         T(n, b) = max over m of  T(n - m, b - 1) + P[b] G(m)                                  (equation 1)
 
-    for each child b, which gets m nodes; without levels (`below` is 0) there is no tree, with one level only the root."""
+    for each child b, which gets m nodes."""
 
     def __init__(self, rates, size, below):
-        root = np.full(size + 1, -np.inf)
-        root[1:2] = 1.0 if below != 0 else -np.inf
-        by_branch, self.given = [root], []                                        # T(., b), and the maximising m
-        if below and below.value[1:].max(initial=-np.inf) > 0:
-            for rate in rates:
-                gain = np.where(np.isneginf(below.value), -np.inf, rate * np.maximum(below.value, 0))
-                value, given = _max_plus(by_branch[-1], gain)
-                by_branch.append(value)
-                self.given.append(given)
-        self.value = np.max(by_branch, axis=0)                                                       # G(n), (size + 1,)
+        self.given, by_branch = [], [np.full(size + 1, -np.inf)]                  # the maximising m, and T(., b)
+        by_branch[0][1] = 1.0                                                     # T(1, 0): the root alone
+        for rate in rates if below else ():
+            value, given = _max_plus(by_branch[-1], np.where(below.value > 0, rate * below.value.clip(0), -np.inf))
+            by_branch.append(value)
+            self.given.append(given)
+        self.value = np.max(by_branch, axis=0)                                    # G(n) = max over b of T(n, b), (size + 1,)
         self.branch = np.argmax(by_branch, axis=0)
 
     def split(self, n: int) -> list[int]:
@@ -319,8 +317,10 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
 
     With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Tokens of
     probability 0 come last, in the order of their noise: subtle, since without it they would come in the order of their
-    index, which is not the uniform draw that `verify` accounts for."""
-    noise = torch.empty_like(probs).exponential_(generator=generator)
+    index, which is not the uniform draw that `verify` accounts for. Subtle too: 24 random bits would never draw a token of
+    probability below 6e-8, hence float64."""
+    uniform = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device)
+    noise = -uniform.log_().to(probs.dtype)
     return torch.where(probs > 0, probs / noise, -noise).topk(k).indices
 
 
@@ -336,8 +336,11 @@ def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None)
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token of each row, (..., V) -> (...)."""
-    return sample_without_replacement(probs, 1, generator)[..., 0]
+    """One token of each row, (..., V) -> (...), where a uniform number falls among the cumulated probabilities."""
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    uniform = torch.rand((*probs.shape[:-1], 1), generator=generator, dtype=torch.float64, device=probs.device)
+    found = torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True)
+    return found[..., 0].clamp(max=probs.shape[-1] - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,7 +358,8 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
     """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
-    residual, draft, ratios = target_probs, draft_probs, torch.zeros(tokens.shape, dtype=target_probs.dtype, device=tokens.device)
+    residual, draft = target_probs, draft_probs
+    ratios = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
     for i, n in enumerate(with_child):
         token, R, D = tokens[:n, i : i + 1], residual[:n], draft[:n]                             # (n, 1), (n, V), (n, V)
         p, q = R.gather(1, token), D.gather(1, token)
@@ -407,7 +411,8 @@ class Families(NamedTuple):
     """Some nodes of a tree and their children, those with the most children first: what verification is indexed by."""
     nodes: Tensor        # (nodes,)
     child: Tensor        # (nodes, most children), -1 where there is none
-    exists: Tensor       # (children,) where in the flattened `child` there is one
+    exists: Tensor       # (children,) where in the flattened `child` there is one, and
+    children: Tensor     # (children,) which
     with_child: list     # for each rank, how many of the nodes have a child of that rank
 
     @classmethod
@@ -416,7 +421,8 @@ class Families(NamedTuple):
         most = len(tree.children[nodes[0]]) if nodes else 0
         child = torch.tensor([[*tree.children[node], *[-1] * (most - len(tree.children[node]))] for node in nodes],
                              device=device, dtype=torch.long).reshape(len(nodes), most)
-        return cls(torch.tensor(nodes, device=device, dtype=torch.long), child, (child.flatten() >= 0).nonzero()[:, 0],
+        exists = (child.flatten() >= 0).nonzero()[:, 0]
+        return cls(torch.tensor(nodes, device=device, dtype=torch.long), child, exists, child.flatten()[exists],
                    (child >= 0).sum(dim=0).tolist())
 
 
@@ -583,9 +589,9 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
 
 
 class Frame:
-    """A tree behind a prefix, with the node before its root, the *stem*: the last token whose entries are in the target's cache.
-    The draft is fed stem and root together, since the stem may have been a leaf, which a draft is never fed. Node i of the
-    tree is node i + 1 here; slots and positions count from the stem's."""
+    """A tree behind a prefix, with the node before its root, the *stem*: the last token whose entries are in the target's
+    cache. The draft is fed stem and root together, since the stem may have been a leaf, which a draft is never fed. Node i of
+    the tree is node i + 1 here; slots and positions count from the stem's."""
 
     def __init__(self, tree: Tree, device):
         self.size, stem = tree.size + 1, Tree((-1,) + tuple(parent + 1 for parent in tree.parents))
@@ -595,8 +601,8 @@ class Frame:
         self.bias = nn.functional.pad(seen, (1, 0)).to(device)          # (size, before the stem | each node | beyond)
 
     def place(self, base: Tensor, all_slots: Tensor, limit: int) -> "Place":
-        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes at the text's limit
-        or beyond, which will not be put out, stand at its last position: there may be no embedding for a later one."""
+        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes at the text's
+        limit or beyond, which will not be put out, stand at its last position: a later one may have no embedding."""
         column = (all_slots - base).clamp(-1, self.size) + 1
         key_positions = torch.where(column == 0, all_slots, base + self.key_depths[column])
         positions = (base + self.depths).clamp(max=limit - 1)
@@ -768,11 +774,12 @@ class Decoder:
 
     def scores(self, model, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
-        get -inf. Processors that look at the history see each node's own path, node by node, in the batch they were made for."""
+        get -inf. Processors that look at the history see each node's own path, one by one, in the batch they were made for."""
         missing = self.vocabulary - logits.shape[-1]
         scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         if not self.needs_history:
-            scores = self.processors(self.history, scores)
+            for processor in self.processors:                            # the list itself would inspect each one's signature
+                scores = processor(self.history, scores)
         else:
             histories = [torch.cat([self.history[0], self.path_tokens(node)]) for node in nodes] or self.history
             row, batch = self.row_of_batch
@@ -845,7 +852,7 @@ class Decoder:
             logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
             levels.append(self.scores(self.draft, logits, level.nodes).softmax(dim=1))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
-            self.tokens[1 + level.child.flatten()[level.exists]] = proposals.flatten()[level.exists]
+            self.tokens[1 + level.children] = proposals.flatten()[level.exists]
         return levels
 
     def keep(self, place, node, token):
@@ -925,7 +932,7 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]):
 
 @functools.cache
 def _scripted_linear():
-    return torch.jit.script(_packed_linear)                              # a trace cannot take the empty list above, a script can
+    return torch.jit.script(_packed_linear)                              # a trace cannot take the empty list, a script can
 
 
 def pack(model, rows: int = 16):
@@ -968,7 +975,7 @@ def record(model):
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
             traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
-            same = [torch.equal(traced(*inputs, scratch.entries, weights), scratch.run(*inputs, scratch.entries))
+            same = [torch.equal(_replay(traced, weights, *inputs, scratch.entries), scratch.run(*inputs, scratch.entries))
                     for inputs in (example(15, 4), example(7, 5), example(2, 14))]
         except RuntimeError:
             same = [False]
@@ -976,7 +983,8 @@ def record(model):
 
 
 def _replay(traced, weights, *inputs):
-    return traced(*inputs, weights)
+    with torch.jit.optimized_execution(False):                           # else it optimises anew for every new shape
+        return traced(*inputs, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1022,7 +1030,7 @@ class Acceptance:
         return when_tried * np.concatenate([np.ones_like(rejected[..., :1]), rejected[..., :-1]], axis=-1)
 
 
-def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 8,
+def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 4,
                        generator=None, acceptance: Acceptance | None = None) -> Acceptance:
     """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified."""
     acceptance = acceptance or Acceptance()
@@ -1046,15 +1054,16 @@ class Latency(NamedTuple):
         return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
 
 
-def measure_latency(decoder: Decoder, sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1, 4, 16), budget: float = 1.5) -> Latency:
-    """Times the parts of this decoder's step, medians after a warm-up; no larger tree once `budget` seconds are used up."""
+def measure_latency(decoder: Decoder, sizes=(1, 8, 32, 4, 16, 64, 2), widths=(1, 8), budget: float = 1.5) -> Latency:
+    """Times the parts of this decoder's step, medians after a warm-up; at least three sizes, the first ones, and the others
+    while fewer than `budget` seconds are used up. Times that noise has made fall with the size are raised."""
     def median(tree, grow):
         decoder.plant(tree)
         run, wait = functools.partial(decoder.rehearse, grow), torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
         if decoder.static and decoder.cuda_graph:
             run = decoder.capture(run)[0].replay
         times = []
-        while len(times) < 4 or len(times) < 12 and sum(times) < 0.1:
+        while len(times) < 2 or len(times) < 16 and sum(times) < 0.1:
             wait()
             start = time.perf_counter()
             run()
@@ -1062,13 +1071,13 @@ def measure_latency(decoder: Decoder, sizes=(1, 2, 4, 8, 16, 32, 64), widths=(1,
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))
 
-    start, target = time.perf_counter(), []
-    draft = [median(sequences(width, 3), grow=True) / 3 for width in widths if decoder.draft]
+    start, target = time.perf_counter(), {}
+    draft = [median(sequences(width, 3), grow=True) / 3 for width in widths]
     for size in sizes:
-        if target and time.perf_counter() - start > budget:
-            break
-        target.append(median(Tree((-1,) + (0,) * (size - 1)), grow=False))
-    return Latency(list(sizes[: len(target)]), target, list(widths), draft)
+        if len(target) < 3 or time.perf_counter() - start < budget:
+            target[size] = median(Tree((-1,) + (0,) * (size - 1)), grow=False)
+    steady = np.maximum.accumulate([target[size] for size in sorted(target)]).tolist()
+    return Latency(sorted(target), steady, list(widths), draft)
 
 
 @dataclass(frozen=True)
@@ -1336,7 +1345,8 @@ class Printer:
             accepted = {0, *step.path}
             texts = [self.text(token)[1:-1] for token in step.node_tokens]
             labels = [f"[{text}]" if node in accepted else text for node, text in enumerate(texts)]
-            print(f"step {len(self.steps)}: {len(step.path)} accepted, then {self.text(step.token)}\n{step.tree.draw(labels)}\n")
+            print(f"step {len(self.steps)}: {len(step.path)} accepted, then {self.text(step.token)}")
+            print(step.tree.draw(labels), end="\n\n")
 
     def text(self, token):
         return repr(self.tokenizer.decode([int(token)]))
@@ -1347,8 +1357,8 @@ class Printer:
         for i, child in enumerate(tokens[0, : tokens.shape[1] if rank < 0 else int(rank) + 1]):
             p, ratio = residual[0, child].item(), ratios[0, i].item()
             q = p / ratio if ratio > 0 else draft_probs[0, child].item()
-            print(f"  child {self.text(child):<14} target {p:.3f}  draft {q:.3f}  ratio {ratio:5.2f}  random {noise[0, i]:.3f}  "
-                  f"{'accepted' if i == rank else 'rejected'}")
+            print(f"  child {self.text(child):<14} target {p:.3f}  draft {q:.3f}  ratio {ratio:5.2f}  random "
+                  f"{noise[0, i]:.3f}  {'accepted' if i == rank else 'rejected'}")
             residual = method.ratios(target_probs, draft_probs, tokens[:, : i + 1], [1] * (i + 1), None)[1]
             if i != rank:
                 best = zip(*(x[0].tolist() for x in residual.topk(3)))
@@ -1394,7 +1404,7 @@ def run(args) -> int:
     draft = load(args.draft, args, say) if args.tree != "none" else None
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
-        raise ValueError(f"the prompt has {ids.shape[1]} tokens and {args.target} a context of {room + ids.shape[1]}; shorten it")
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {room + ids.shape[1]}; shorten it")
     sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
     if args.temperature == 0:
         sampling = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
@@ -1450,7 +1460,8 @@ def print_summary(result, planner):
         print(f"plan: {planner.chosen}")
     for name in ("generate", "assisted", "plain"):
         if name in result:
-            print(f"{result['speedup_over_' + name]:6.2f} times {COMPARED[name]}, {result[name]['tokens_per_second']:.1f} tokens a second")
+            speed, times = result[name]["tokens_per_second"], result[f"speedup_over_{name}"]
+            print(f"{times:6.2f} times {COMPARED[name]}, which makes {speed:.1f} tokens a second")
     if "greedy_identical" in result:
         print(f"greedy output {'identical to' if result['greedy_identical'] else 'differs from'} transformers' generate")
 

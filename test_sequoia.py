@@ -886,6 +886,16 @@ def test_the_same_seed_gives_the_same_text(llama):
     assert text(1) == text(1) != text(2)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("tree", ["none", "16x5", "kary:2x4"])
+def test_graph_and_eager_outputs_are_identical(tree):
+    target, draft = (model.cuda() for model in make_pair(ARCHITECTURES["llama"]()))
+    for do_sample in (False, True):
+        texts = [sequoia.generate(target, draft, prompt_of(20).cuda(), max_new_tokens=60, do_sample=do_sample, tree=tree,
+                                  cuda_graph=graph, generator=torch.Generator("cuda").manual_seed(0)) for graph in (True, False)]
+        assert torch.equal(*texts)
+
+
 def test_vocabularies_padded_to_different_lengths():
     target, draft = make_pair(ARCHITECTURES["llama"]())
     for size in (60, 80):
