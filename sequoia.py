@@ -1017,17 +1017,20 @@ class Acceptance:
                 self.count(level, len(children), -1 if child is None else child - children[0])
             node = child
 
-    def rates(self, by_level: bool = False) -> np.ndarray:
+    def rates(self, levels: int | None = None) -> np.ndarray:
         """The acceptance rates: P[k], the chance that child k is accepted, is the chance that it is when tried times the
-        chance that it is tried. (ranks,) over all levels together, or (levels, ranks), where each level's own counts are
-        blended with those of all levels as these are with the prior."""
+        chance that it is tried. (ranks,) over all levels together; or (levels, ranks), where what is known of a level is the
+        prior of the next: a path that was right so far tends to go on being right."""
         reached = 1 - np.concatenate([[0], self.prior.cumsum()[:-1]])
-        tried, accepted, weight = self.tried.sum(axis=0), self.accepted.sum(axis=0), self.prior_weight
-        when_tried = (accepted + weight * self.prior / reached) / (tried + weight)
-        if by_level:
-            when_tried = (self.accepted + 4 * weight * when_tried) / (self.tried + 4 * weight)
-        rejected = np.cumprod(1 - when_tried, axis=-1)
-        return when_tried * np.concatenate([np.ones_like(rejected[..., :1]), rejected[..., :-1]], axis=-1)
+        tried, accepted = self.tried[:levels], self.accepted[:levels]
+        if levels is None:
+            tried, accepted = tried.sum(axis=0, keepdims=True), accepted.sum(axis=0, keepdims=True)
+        when_tried = [self.prior / reached]
+        for n, hits in zip(tried, accepted):
+            when_tried.append((hits + self.prior_weight * when_tried[-1]) / (n + self.prior_weight))
+        when_tried = np.stack(when_tried[1:])
+        rejected = np.pad(np.cumprod(1 - when_tried, axis=1), ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+        return when_tried[0] * rejected[0] if levels is None else when_tried * rejected
 
 
 def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 4,
@@ -1095,7 +1098,7 @@ class Plan:
                 f"{self.speedup:.2f} times plain decoding (runner-up: {self.runner_up})")
 
 
-def plan(rates, latency: Latency, max_depth: int = 12, max_branch: int | None = None) -> Plan:
+def plan(rates, latency: Latency, max_depth: int = 9, max_branch: int | None = None) -> Plan:
     """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all of them at once."""
     size = latency.sizes[-1]
     table = expected_tokens_table(rates, size, min(max_depth, size), max_branch)[1:, 1:]                   # (sizes, depths)
@@ -1122,7 +1125,7 @@ class Planner:
             measure_acceptance(decoder.target_probs(decoder.target.logits, []),
                                decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
                                decoder.method, generator=decoder.generator, acceptance=self.acceptance)
-        branch, rates = min(len(PRIOR), decoder.vocabulary), self.acceptance.rates()
+        branch, rates = min(16, decoder.vocabulary), self.acceptance.rates(levels=8)
         if spec != "auto":
             return optimal_tree(rates, *map(int, spec.split("x")), max_branch=branch)
         self.latency = self.latency or measure_latency(decoder)

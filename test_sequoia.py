@@ -7,6 +7,7 @@ import argparse
 import collections
 import dataclasses
 import doctest
+import functools
 import heapq
 import json
 import math
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from itertools import permutations, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -671,6 +673,263 @@ def test_what_cannot_be_verified_is_an_error(arguments, message):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# 4b  Verification of a whole tree (section 3.2; traversal: arXiv 2505.12398)
+#
+# A model is a table for each depth, (V**depth, V): its distributions after every path, whose tokens, read as a number
+# of base V, give the row. `tokens` are those of a tree's nodes; the root's, 0, plays no part.
+
+
+@st.composite
+def trees_and_models(draw, trees=tuple(tree for tree in SMALL_TREES if tree.size <= 6)):
+    """A tree, a target and a draft over 2 or 3 tokens. What follows a path is one of a few distributions, so that
+    target and draft are at times equal, nearly equal, disjoint or one-hot, and differ from path to path."""
+    vocab = draw(st.integers(2, 3))
+    weights = st.lists(st.sampled_from([0, 1e-6, 1, 1 + 1e-10, 3, 7]), min_size=vocab, max_size=vocab).filter(any)
+    some = torch.stack([distribution(choice) for choice in draw(st.lists(weights, min_size=2, max_size=6))])
+    tree = draw(st.sampled_from([tree for tree in trees if max(map(len, tree.children)) <= vocab]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    return tree, *random_models(some, tree.depth, generator)
+
+
+def random_models(some, depth, generator):
+    rows = [torch.randint(len(some), (2, some.shape[1] ** level), generator=generator) for level in range(depth)]
+    return [some[target] for target, _ in rows], [some[draft] for _, draft in rows]
+
+
+def numbers_of_paths(tree, tokens, vocab):
+    """(..., size) -> (..., size), the row of each node in its depth's table."""
+    number = torch.zeros_like(tokens)
+    for node in range(1, tree.size):
+        number[..., node] = number[..., tree.parents[node]] * vocab + tokens[..., node]
+    return number
+
+
+def distributions_at(tree, tokens, tables):
+    """What a model says after each node: tokens (..., size) -> (..., size, V)."""
+    number = numbers_of_paths(tree, tokens, tables[0].shape[1])
+    return torch.stack([tables[tree.depths[node]][number[..., node]] for node in range(tree.size)], dim=-2)
+
+
+def draft_of_levels(layout, draft_probs):
+    """(size, V) -> what verification takes: for each level, the rows of its nodes that have children."""
+    return [draft_probs[level.nodes] for level in layout.levels]
+
+
+def all_tokens_of_a_tree(name, tree, draft):
+    """All that a method can propose in a tree, (proposals, size), and the chances, (proposals,)."""
+    vocab = len(draft[0][0])
+    @functools.cache
+    def proposals(depth, number, k):
+        return list(zip(*(part.tolist() for part in all_proposals(name, draft[depth][number], k))))
+    def number(tokens, node):
+        return 0 if node == 0 else number(tokens, tree.parents[node]) * vocab + tokens[node]
+    found = [([0], 1.0)]                                       # level order: a node's children are the next to be known
+    for node, children in enumerate(tree.children):
+        if children:
+            found = [(tokens + more, chance * p) for tokens, chance in found
+                     for more, p in proposals(tree.depths[node], number(tokens, node), len(children))]
+    tokens, chances = zip(*found)
+    return torch.tensor(tokens), torch.tensor(chances, dtype=torch.float64)
+
+
+def copies_of(tree, n):
+    """A layout of n copies of a tree, one behind another, so that a single sweep serves them all."""
+    forest = SimpleNamespace(size=n * tree.size, children=[tuple(copy * tree.size + child for child in children)
+                                                           for copy in range(n) for children in tree.children])
+    levels = [[copy * tree.size + node for copy in range(n) for node in range(tree.size) if tree.depths[node] == depth]
+              for depth in range(tree.depth - 1)]
+    return SimpleNamespace(tree=forest, levels=[sequoia.Families.of(forest, nodes, "cpu") for nodes in levels])
+
+
+def outcomes(name, tree, tokens, target_probs, draft_probs):
+    """Verification in closed form: each node's chance to be the last accepted one, (n, size), and the distribution of
+    the token that follows it, (n, size, V). The code computes the masses or the ratios, and the residuals."""
+    if name == "traversal":
+        layout, flat = copies_of(tree, len(tokens)), [x.flatten(0, 1) for x in (tokens, target_probs, draft_probs)]
+        mass, residual = METHODS[name].sweep(layout, *flat[:2], draft_of_levels(layout, flat[2]))
+        order = sequoia.TreeLayout(tree, "cpu").post_order
+        mass, last = mass.reshape(tokens.shape), torch.zeros(tokens.shape, dtype=torch.float64)
+        passed = torch.cat([torch.ones_like(mass[:, :1]), (1 - mass[:, order]).cumprod(dim=1)], dim=1)
+        last[:, order] = passed[:, :-1] * mass[:, order]
+        return last, residual.reshape(target_probs.shape)
+    last, following = torch.ones(tokens.shape, dtype=torch.float64), target_probs.clone()
+    for node, children in enumerate(tree.children):           # `last`: the chance to be reached, then that to end there
+        if children:
+            ratios, following[:, node] = METHODS[name].ratios(target_probs[:, node], draft_probs[:, node],
+                                                              tokens[:, children], [len(tokens)] * len(children), None)
+            for child, ratio in zip(children, ratios.clamp(max=1).T):
+                last[:, child] = last[:, node] * ratio
+                last[:, node] *= 1 - ratio
+    return last, following
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(trees_and_models())
+def test_joint_distribution_of_the_text_equals_the_targets_exactly(name, case):
+    """All proposals, all outcomes: the path, the token that follows, then the target's own, to the tree's depth."""
+    tree, target, draft = case
+    tokens, chances = all_tokens_of_a_tree(name, tree, draft)
+    target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+    last, following = outcomes(name, tree, tokens, target_probs, draft_probs)
+    number = numbers_of_paths(tree, tokens, vocab=len(target[0][0]))
+    ends = chances[:, None, None] * last[..., None] * following                               # (proposals, size, V)
+    text, exact = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for depth, probs in enumerate(target):                     # texts that have ended go on as the target would
+        text, exact = (joint.flatten()[:, None] * probs for joint in (text, exact))
+        for node in range(tree.size):
+            if tree.depths[node] == depth:
+                text.index_add_(0, number[:, node], ends[:, node])
+    torch.testing.assert_close(text, exact, rtol=0, atol=1e-6)
+
+
+def propose_tree(name, tree, draft, generator):
+    """The tokens of one tree, drawn node by node, (size,)."""
+    tokens = torch.zeros(tree.size, dtype=torch.long)
+    for node, children in enumerate(tree.children):
+        if children:
+            draft_probs = distributions_at(tree, tokens, draft)[node]
+            tokens[list(children)] = METHODS[name].propose(draft_probs, len(children), generator)
+    return tokens
+
+
+def leaf_by_leaf(tree, tokens, target_probs, draft_probs, noise):
+    """Traversal verification in the paper's own order: the first leaf is accepted with its whole path, or deleted,
+    which leaves its parent with another mass, residual and draft. Returns the node and what the next token is from."""
+    children, mass = [list(children) for children in tree.children], {0: 1.0}
+    R, D, tried = target_probs.clone(), draft_probs.clone(), [[] for _ in children]
+    while True:
+        leaf = 0
+        while children[leaf]:
+            parent, leaf = leaf, children[leaf][0]
+            t = tokens[leaf]
+            if leaf not in mass:                                            # seen for the first time
+                mass[leaf] = min(1.0, float(mass[parent] * R[parent, t] / D[parent, t]))
+        if leaf == 0 or noise[leaf] < mass[leaf]:
+            return leaf, R[leaf]
+        children[parent].remove(leaf)
+        tried[parent].append(t)
+        left = (mass[parent] * R[parent] - D[parent]).clamp(min=0)
+        s = float(left.sum())
+        R[parent] = left / s if s > 0 else R[parent]
+        mass[parent] = s / (s + (1 - mass[parent])) if s > 0 else 0.0       # with 0 it will be deleted, too
+        D[parent, t] = 0
+        if D[parent].sum() == 0 and len(tried[parent]) < len(D[parent]):
+            D[parent] = 1
+            D[parent, tried[parent]] = 0
+        D[parent] /= D[parent].sum().clamp(min=1e-300)                      # all tokens tried: the end, D is 0
+
+
+@given(trees_and_models())
+def test_traversal_equals_the_papers_order_leaf_by_leaf(case):
+    """With the same random number for each node: the same node, what may follow it, and the token drawn from that."""
+    (tree, target, draft), layout, method = case, sequoia.TreeLayout(case[0], "cpu"), METHODS["traversal"]
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        tokens, state = propose_tree("traversal", tree, draft, generator), generator.get_state()
+        target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+        rows = layout, tokens, lambda nodes: target_probs[list(nodes)], draft_of_levels(layout, draft_probs)
+        node, token = method.verify_tree(*rows, generator)
+        noise = torch.rand(tree.size, generator=generator.set_state(state), dtype=torch.float64)
+        expected, following = leaf_by_leaf(tree, tokens, target_probs, draft_probs, noise)
+        assert node.tolist() == [expected]
+        assert token.equal(sequoia.sample(following[None], generator))
+        _, residual = method.sweep(layout, tokens, target_probs, rows[3])
+        torch.testing.assert_close(residual[expected], following, rtol=0, atol=1e-9)
+
+
+def sweep(tree, target, draft, seed=0):
+    """Tokens proposed in a tree, what the models say after each node, and the masses and residuals of traversal."""
+    layout = sequoia.TreeLayout(tree, "cpu")
+    tokens = propose_tree("traversal", tree, draft, torch.Generator().manual_seed(seed))
+    target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+    found = METHODS["traversal"].sweep(layout, tokens, target_probs, draft_of_levels(layout, draft_probs))
+    return tokens, target_probs, draft_probs, *found
+
+
+@given(trees_and_models([chain(length) for length in range(1, 6)]))
+def test_traversal_of_a_chain_equals_block_verification(case):
+    """Algorithm 2 of arXiv 2403.10444: the last i with noise_i <= h_i is accepted; its residual is drawn from next."""
+    tokens, M_b, M_s, mass, residual = sweep(*case)
+    last, p = len(tokens) - 1, 1.0                             # M_s after the last token plays no part
+    for i in range(last + 1):
+        if i > 0:
+            p = min(float(p * M_b[i - 1, tokens[i]] / M_s[i - 1, tokens[i]]), 1.0)
+        left = (p * M_b[i] - M_s[i]).clamp(min=0)
+        s = float(left.sum())
+        if i == last:
+            h, following = p, M_b[i]
+        elif s == 0:                                           # 0 / 0 if p is 1: then token i + 1 is accepted surely
+            continue
+        else:
+            h, following = s / (s + (1 - p)), left / s
+        assert mass[i].item() == pytest.approx(h, abs=1e-9)
+        if mass[i] > 0:
+            torch.testing.assert_close(residual[i], following, rtol=0, atol=1e-9)
+
+
+@given(trees_and_models([sequences(k, 1) for k in range(1, 4)]))
+def test_traversal_of_one_level_equals_sequoia(case):
+    tokens, target_probs, draft_probs, mass, residual = sweep(*case)
+    ratios, rest = METHODS["sequoia"].ratios(target_probs[:1], draft_probs[:1], tokens[None, 1:], [1] * len(tokens[1:]),
+                                             None)
+    assert mass.equal(torch.cat([torch.ones(1), ratios[0].clamp(max=1)]))
+    assert residual.equal(torch.cat([rest, target_probs[1:]]))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0, 1e-7, 1e-6, 1e-4]))
+def test_masses_are_chances_where_target_and_draft_differ_by_rounding(seed, difference):
+    """In float32, where s + 1 is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    draft_probs = torch.rand(1, 16, generator=generator)
+    target_probs = draft_probs * (1 + difference * torch.randn(1, 16, generator=generator))
+    target_probs, draft_probs = (probs / probs.sum() for probs in (target_probs, draft_probs))
+    layout = sequoia.TreeLayout(Tree([-1, 0, 0, 0, 1, 1]), "cpu")
+    method, tokens = METHODS["traversal"], torch.zeros(6, dtype=torch.long)
+    tokens[1:4], tokens[4:] = (method.propose(draft_probs[0], k, generator) for k in (3, 2))
+    mass, residual = method.sweep(layout, tokens, target_probs.expand(6, -1), [draft_probs, draft_probs])
+    assert mass[0] == 1 and (0 <= mass).all() and (mass <= 1).all()
+    torch.testing.assert_close(residual.sum(dim=1), torch.ones(6))
+
+
+TREE = Tree([-1, 0, 0, 1, 1, 2, 2, 2])    # most children not at the root, nor at a level's first node
+SOME = torch.stack([distribution(weights) for weights in ([7, 2, 1], [1, 4, 1], [0, 2, 3], [2, 3, 2], [1, 0, 5])])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_node_and_token_have_their_exact_chances_in_walk_and_static_program(name, static):
+    generator, runs = torch.Generator().manual_seed(11), 500
+    layout, (target, draft) = sequoia.TreeLayout(TREE, "cpu"), random_models(SOME, TREE.depth, generator)
+    tokens = propose_tree(name, TREE, draft, generator)
+    target_probs, draft_probs = (distributions_at(TREE, tokens, model) for model in (target, draft))
+    last, following = outcomes(name, TREE, tokens[None], target_probs[None], draft_probs[None])
+    chances, counts = last[0, :, None] * following[0], torch.zeros(TREE.size, 3)
+    for _ in range(runs):
+        node, token = METHODS[name].verify_tree(layout, tokens, lambda nodes: target_probs[list(nodes)],
+                                                draft_of_levels(layout, draft_probs), generator, static=static)
+        counts[node, token] += 1
+    assert chi_square_tail(counts.flatten(), runs * chances.flatten()) > 1e-9
+
+
+def test_joint_distribution_of_the_text_equals_the_targets_through_traversal():
+    generator, runs = torch.Generator().manual_seed(2), 2000
+    layout, (target, draft) = sequoia.TreeLayout(TREE, "cpu"), random_models(SOME, TREE.depth, generator)
+    counts, exact = torch.zeros(27), torch.ones(1, dtype=torch.float64)
+    for _ in range(runs):
+        tokens = propose_tree("traversal", TREE, draft, generator)
+        target_probs, draft_probs = (distributions_at(TREE, tokens, model) for model in (target, draft))
+        node, token = METHODS["traversal"].verify_tree(layout, tokens, lambda nodes: target_probs[list(nodes)],
+                                                       draft_of_levels(layout, draft_probs), generator)
+        number = numbers_of_paths(TREE, tokens, 3)[node] * 3 + token
+        for depth in range(TREE.depths[node] + 1, TREE.depth):
+            number = number * 3 + sequoia.sample(target[depth][number], generator)
+        counts[number] += 1
+    for probs in target:
+        exact = exact.flatten()[:, None] * probs
+    assert chi_square_tail(counts, runs * exact.flatten()) > 1e-9
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # 5  Tree attention and the KV cache
 
 TINY = Path(sequoia.__file__).parent / "tiny"
@@ -953,7 +1212,7 @@ def test_acceptance_rates_approach_the_true_ones():
             path.append(node := tree.children[node][rank])
         acceptance.count_step(sequoia.Step(tree, [0] * tree.size, path, 0))
     assert np.abs(acceptance.rates()[:3] - true).max() < 0.02
-    assert np.abs(acceptance.rates(by_level=True)[:2, :3] - true).max() < 0.02
+    assert np.abs(acceptance.rates(levels=3)[:2, :3] - true).max() < 0.02
 
 
 def test_measured_acceptance_equals_the_exact_chance():
