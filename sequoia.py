@@ -1121,14 +1121,18 @@ class Planner:
         """The tree for a text whose prompt this decoder has read: the best of all ("auto"), or of one size and depth."""
         if decoder.draft is None:
             return Tree([-1])
-        if not decoder.needs_history:                                    # the prompt's own logits: evidence that costs nothing
+        random = decoder.generator               # the text's own numbers are left alone: no tree depends on them, nor they on it
+        decoder.generator = torch.Generator(decoder.base.device).manual_seed(0)
+        if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:      # the prompt's own logits, while little is known
             measure_acceptance(decoder.target_probs(decoder.target.logits, []),
                                decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
                                decoder.method, generator=decoder.generator, acceptance=self.acceptance)
-        branch, rates = min(16, decoder.vocabulary), self.acceptance.rates(levels=8)
+        if spec == "auto" and self.latency is None:
+            self.latency = measure_latency(decoder)
+        decoder.generator = random
+        branch, rates = min(10, decoder.vocabulary), self.acceptance.rates(levels=8)
         if spec != "auto":
             return optimal_tree(rates, *map(int, spec.split("x")), max_branch=branch)
-        self.latency = self.latency or measure_latency(decoder)
         if self.chosen is None or self.adapt:
             best = plan(rates, self.latency, max_branch=branch)
             if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
@@ -1153,9 +1157,9 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
     Planner to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
-    children, as `Method.verify` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate` prepares: its
-    processors shape both models' distributions, its stopping criteria are asked after every token. A batch is decoded row
-    by row. Raises ValueError for what cannot be decoded this way."""
+    children, as `Method.verify` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate`
+    prepares: its processors shape both models' distributions, its stopping criteria are asked after every token. A batch is
+    decoded row by row. Raises ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.num_beams not in (None, 1):
         raise ValueError(f"tree speculation samples or is greedy; num_beams must be 1, got {config.num_beams}")
@@ -1256,7 +1260,7 @@ def arguments(argv=None):
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens that have this much probability together")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="keep tokens at least this likely, relative to the likeliest")
-    add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    add("--seed", type=int, default=0, help="the same seed and tree give the same text; auto may plan another tree (0)")
     add("--method", default="sequoia", choices=METHODS, help="how a node's children are drawn and verified (sequoia)")
     add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of so many "
                                        "nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
