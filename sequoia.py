@@ -532,7 +532,7 @@ class Traversal(Method):
                 mass[child] = torch.where(p > 0, p / q, 0).clamp(max=1)[:, 0]                    # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
                 total = left.sum(dim=1, keepdim=True)
-                mass[nodes] = torch.where(total > 0, total / (total + 1 - a), a.floor())[:, 0]   # s / (s + 1 - a)
+                mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
                 residual[nodes] = _normalise(left, otherwise=R)
                 untried[:n].scatter_(1, token, 0)
                 draft[:n] = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried[:n], otherwise=D))
@@ -1303,8 +1303,6 @@ def read_prompt(args, tokenizer) -> Tensor:
 
 def load(name: str, args, say, packed: bool = True):
     """A model in evaluation mode on the chosen device; on a CPU its weights packed."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"there is no folder {name}; give a folder in Hugging Face format, or a hub name such as org/model")
     say(f"loading {name}")
     dtype = args.dtype or ("bfloat16" if args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32")
     try:
@@ -1323,6 +1321,8 @@ def load_tokenizer(args):
     """The target's tokenizer; the draft's must have the same tokens."""
     tokenizers = []
     for name in dict.fromkeys((args.target, args.draft)):
+        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise ValueError(f"there is no folder {name}; give a folder in Hugging Face format, or a hub name such as org/model")
         try:
             tokenizers.append(AutoTokenizer.from_pretrained(name))
         except (OSError, ValueError) as error:

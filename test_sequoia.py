@@ -1122,10 +1122,11 @@ def test_greedy_equals_plain_generate_on_held_out_prompts():
     target, draft = (transformers.AutoModelForCausalLM.from_pretrained(TINY / name, dtype=torch.float32).eval()
                      for name in ("target", "draft"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "target")
+    planner = sequoia.Planner()
     for prompt in bench.texts(argparse.Namespace(prompts=None, tokenizer=tokenizer, device="cpu"), 20, 128):
         expected = target.generate(prompt, max_new_tokens=40, do_sample=False)
         for tree in ("auto", "64x8", "sequences:5x8", "none"):
-            out = sequoia.generate(target, draft, prompt, max_new_tokens=40, do_sample=False, tree=tree)
+            out = sequoia.generate(target, draft, prompt, max_new_tokens=40, do_sample=False, tree=tree, planner=planner)
             assert torch.equal(out, expected), tree
 
 
