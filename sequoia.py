@@ -1238,7 +1238,7 @@ def parse_tree(spec) -> "Tree | str":
 
 
 TINY = Path(__file__).resolve().parent / "tiny"
-PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n'
+PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 
 
 def arguments(argv=None):

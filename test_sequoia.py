@@ -1417,3 +1417,22 @@ def test_importing_is_silent():
     code = "import sys, sequoia; assert 'matplotlib' not in sys.modules and 'scipy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sequoia.__file__).parent)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_readme_examples_run(monkeypatch):
+    """Every Python block of the README, in order, in one namespace."""
+    root = Path(sequoia.__file__).parent
+    monkeypatch.chdir(root)
+    namespace, blocks = {}, re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert abs(float((namespace["token"] == 0).float().mean()) - 0.7) < 0.01                            # P of the README
+
+
+def test_help_names_every_method_and_tree(capsys):
+    with pytest.raises(SystemExit):
+        sequoia.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in (*METHODS, "SIZExDEPTH", "sequences:KxL", "kary:KxD", "--compare", "--explain"))
+    assert len(text.splitlines()) <= 80
