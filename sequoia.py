@@ -24,6 +24,7 @@ import argparse
 import functools
 import inspect
 import json
+import logging
 import os
 import sys
 import time
@@ -1317,12 +1318,13 @@ def load(name: str, args, say, packed: bool = True):
     return pack(model) if packed else model
 
 
-def load_tokenizer(args):
+def load_tokenizer(args, say=lambda text: None):
     """The target's tokenizer; the draft's must have the same tokens."""
     tokenizers = []
     for name in dict.fromkeys((args.target, args.draft)):
         if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
             raise ValueError(f"there is no folder {name}; give a folder in Hugging Face format, or a hub name such as org/model")
+        say(f"loading the tokenizer of {name}")
         try:
             tokenizers.append(AutoTokenizer.from_pretrained(name))
         except (OSError, ValueError) as error:
@@ -1402,10 +1404,11 @@ def main(argv=None) -> int:
 
 def run(args) -> int:
     transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)         # a hub out of reach is one line of ours, at the end
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     say = (lambda text: None) if args.json else functools.partial(print, file=sys.stderr, flush=True)
-    tokenizer = load_tokenizer(args)
+    tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
     target = load(args.target, args, say)
     draft = load(args.draft, args, say) if args.tree != "none" else None
