@@ -1252,8 +1252,8 @@ def arguments(argv=None):
                "python sequoia.py --temperature 0 --compare\n"
                "python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt")
     add = parser.add_argument
-    add("--target", default=str(TINY / "target"), help="the model to decode with: a folder or a hub name (the bundled one)")
-    add("--draft", default=str(TINY / "draft"), help="the small model that proposes, over the same tokens (the bundled one)")
+    add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or a hub name (the bundled one)")
+    add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, over the same tokens (the bundled one)")
     add("--prompt", default=PROMPT, help="the text to go on from, @FILE, or - for standard input (the head of a Python class)")
     add("--chat", action="store_true", help="put the prompt through the target's chat template, as the user's turn")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
