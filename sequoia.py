@@ -21,7 +21,9 @@ Left out: training drafts, batched serving (a batch is decoded row by row), recu
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
 """
 import argparse
+import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -36,10 +38,10 @@ from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.utils import logging as transformers_logging
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import (EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, MinPLogitsWarper,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
@@ -834,8 +836,11 @@ class Decoder:
         """A step, but for what it means to the host: (3 + tree.size,) whether all went well, the last accepted node, the token
         after it, and the nodes' tokens. Where it is static its shapes are fixed and it never asks the host anything, so that
         a CUDA graph can hold it."""
-        place, self.healthy = self.place(), torch.ones_like(self.tokens[:1])
-        draft_probs = self.grow(place)
+        place = self.place()
+        return self.judge(place, self.grow(place))
+
+    def judge(self, place, draft_probs) -> Tensor:
+        """The step's second half: the target's pass, verification, and what is kept of it. Returns the report."""
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
         def target_probs(nodes):
             return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
@@ -846,8 +851,8 @@ class Decoder:
         return report
 
     def grow(self, place) -> list[Tensor]:
-        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level."""
-        levels = []
+        """The first half: fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level."""
+        levels, self.healthy = [], torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
             logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
@@ -868,43 +873,43 @@ class Decoder:
 
     def capture(self, run):
         """A CUDA graph of `run`, and what it returns. It is tried out first, on a side stream, and the state restored."""
-        state = self.base.clone(), self.tokens.clone()
         generator = self.generator or torch.cuda.default_generators[self.tokens.device.index or 0]
         random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    run()
-        finally:
-            torch.cuda.current_stream().wait_stream(side)
-            self.base.copy_(state[0])
-            self.tokens.copy_(state[1])
-            generator.set_state(random)
+        with self.rehearsal():
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(2):
+                        run()
+            finally:
+                torch.cuda.current_stream().wait_stream(side)
+        generator.set_state(random)
         if self.generator is not None:
             graph.register_generator_state(self.generator)
         with torch.cuda.graph(graph, stream=side):
             return graph, run()
 
+    @contextlib.contextmanager
+    def rehearsal(self):
+        """What is run in here leaves the text where it was."""
+        base, tokens = self.base.clone(), self.tokens.clone()
+        try:
+            yield
+        finally:
+            self.base.copy_(base)
+            self.tokens.copy_(tokens)
+
     def tokens_with(self, tree, planner, on_step=None):
         """The tokens after the prompt, one at a time, for as long as they are asked for."""
         yield self.first
-        self.plant(tree if isinstance(tree, Tree) else planner.tree(self, tree))
+        self.plant(planner.tree(self, tree))
         while True:
             step = self.step()
-            planner.acceptance.count_step(step)
             if on_step is not None:
                 on_step(step)
             yield from step.tokens
-
-    def rehearse(self, grow: bool):
-        """One half of a step, for its time alone: growing the tree, or all the rest with nothing accepted."""
-        place = self.place()
-        if grow:
-            self.grow(place)
-        else:
-            logits = self.target(self.tokens[1:], place, slice(1, None))
-            sample(self.target_probs(logits[:1], [0]), self.generator)
+            if better := planner.learn(step, tree):
+                self.plant(better)
 
 
 HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -1046,7 +1051,7 @@ def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method
 
 
 class Latency(NamedTuple):
-    """Measured seconds: of a step without its draft passes by tree size, t(n), and of growing one level by its width, c."""
+    """Measured seconds: t(n), of a step without its draft passes, by tree size; c, of growing one level, by its width."""
     sizes: list
     target: list
     widths: list
@@ -1058,30 +1063,48 @@ class Latency(NamedTuple):
         return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
 
 
-def measure_latency(decoder: Decoder, sizes=(1, 8, 32, 4, 16, 64, 2), widths=(1, 8), budget: float = 1.5) -> Latency:
-    """Times the parts of this decoder's step, medians after a warm-up; at least three sizes, the first ones, and the others
-    while fewer than `budget` seconds are used up. Times that noise has made fall with the size are raised."""
-    def median(tree, grow):
-        decoder.plant(tree)
-        run, wait = functools.partial(decoder.rehearse, grow), torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
-        if decoder.static and decoder.cuda_graph:
-            run = decoder.capture(run)[0].replay
-        times = []
-        while len(times) < 2 or len(times) < 16 and sum(times) < 0.1:
-            wait()
-            start = time.perf_counter()
-            run()
-            wait()
-            times.append(time.perf_counter() - start)
-        return float(np.median(times[1:]))
+def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
+    """Times both halves of this decoder's steps, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
+    up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
+    times that noise has made fall with the size are raised."""
+    wait = torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
+    start, target, draft = time.perf_counter(), {}, {}
 
-    start, target = time.perf_counter(), {}
-    draft = [median(sequences(width, 3), grow=True) / 3 for width in widths]
-    for size in sizes:
-        if len(target) < 3 or time.perf_counter() - start < budget:
-            target[size] = median(Tree((-1,) + (0,) * (size - 1)), grow=False)
-    steady = np.maximum.accumulate([target[size] for size in sorted(target)]).tolist()
-    return Latency(sorted(target), steady, list(widths), draft)
+    def measure(size):
+        tree = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length()))
+        decoder.plant(tree)
+        grow, draft_probs = lambda: decoder.grow(decoder.place()), []
+        judge = lambda: decoder.judge(decoder.place(), draft_probs)
+        if decoder.static and decoder.cuda_graph:
+            (grow_graph, draft_probs), (judge_graph, _) = decoder.capture(grow), decoder.capture(judge)
+            grow, judge = grow_graph.replay, judge_graph.replay
+        halves = []
+        while len(halves) < 3 or len(halves) < 16 and np.sum(halves) < 0.1:
+            with decoder.rehearsal():
+                wait()
+                begun = time.perf_counter()
+                draft_probs = grow() or draft_probs
+                wait()
+                grown = time.perf_counter()
+                judge()
+                wait()
+            halves.append((grown - begun, time.perf_counter() - grown))
+        grow_seconds, target[size] = np.median(halves[1:], axis=0).tolist()
+        if size > 1:
+            draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
+
+    def in_time():
+        return time.perf_counter() - start < budget
+
+    for size in (1, 8, 32):
+        measure(size)
+    while (largest := max(target)) < 512 and target[largest] < 2 * target[1] and in_time():
+        measure(4 * largest)
+    for size in (4, 16, 2, 64, 256):
+        if size < largest and in_time():
+            measure(size)
+    rising = [np.maximum.accumulate([times[x] for x in sorted(times)]).tolist() for times in (target, draft)]
+    return Latency(sorted(target), rising[0], sorted(draft), rising[1])
 
 
 @dataclass(frozen=True)
@@ -1099,10 +1122,11 @@ class Plan:
                 f"{self.speedup:.2f} times plain decoding (runner-up: {self.runner_up})")
 
 
-def plan(rates, latency: Latency, max_depth: int = 9, max_branch: int | None = None) -> Plan:
-    """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all of them at once."""
+def plan(rates, latency: Latency, max_depth: int | None = None, max_branch: int | None = None) -> Plan:
+    """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all sizes up to the largest timed one and
+    all depths, by default up to twice a binary tree's, at once."""
     size = latency.sizes[-1]
-    table = expected_tokens_table(rates, size, min(max_depth, size), max_branch)[1:, 1:]                   # (sizes, depths)
+    table = expected_tokens_table(rates, size, min(max_depth or 2 * size.bit_length(), size), max_branch)[1:, 1:]
     n, d = np.mgrid[1 : table.shape[0] + 1, 1 : table.shape[1] + 1]
     speed = np.where(table > 0, table, 0) / latency.step(n, d) * latency.step(1, 1)
     best = np.unravel_index(speed.argmax(), speed.shape)
@@ -1113,35 +1137,104 @@ def plan(rates, latency: Latency, max_depth: int = 9, max_branch: int | None = N
 
 
 class Planner:
-    """Chooses the trees for a pair on this machine, from what it has measured and counted so far."""
+    """Chooses the trees for a pair on this machine, from the times it has measured and the acceptance it has counted.
 
-    def __init__(self, adapt: bool = True):
-        self.acceptance, self.latency, self.chosen, self.adapt = Acceptance(), None, None, adapt
+    The times are kept in `file`, by default one for each pair, machine and way of sampling in the user's cache folder: they are
+    measured once, and the same seed gives the same trees and so the same text. What is counted stays with this object unless
+    `save` is called. `replan`: measure again. `adapt`: choose again, as the text grows, where another tree promises 3% more."""
 
-    def tree(self, decoder: Decoder, spec: str) -> Tree:
-        """The tree for a text whose prompt this decoder has read: the best of all ("auto"), or of one size and depth."""
-        if decoder.draft is None:
-            return Tree([-1])
+    def __init__(self, file=None, adapt: bool = True, replan: bool = False):
+        self.file, self.adapt, self.replan = file and Path(file), adapt, replan
+        self.acceptance, self.latency, self.chosen = Acceptance(), None, None
+        self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
+
+    def tree(self, decoder: Decoder, spec) -> Tree:
+        """The tree for a text whose prompt this decoder has read: this one, the best of all ("auto"), or of a size and depth."""
+        if isinstance(spec, Tree) or decoder.draft is None:
+            return spec if isinstance(spec, Tree) else Tree([-1])
         random = decoder.generator               # the text's own numbers are left alone: no tree depends on them, nor they on it
         decoder.generator = torch.Generator(decoder.base.device).manual_seed(0)
+        if spec == "auto" and self.latency is None:
+            self.restore(decoder)
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:      # the prompt's own logits, while little is known
             measure_acceptance(decoder.target_probs(decoder.target.logits, []),
                                decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
                                decoder.method, generator=decoder.generator, acceptance=self.acceptance)
-        if spec == "auto" and self.latency is None:
-            self.latency = measure_latency(decoder)
-        decoder.generator = random
-        branch, rates = min(10, decoder.vocabulary), self.acceptance.rates(levels=8)
+        decoder.generator, self.branch = random, min(len(PRIOR), decoder.vocabulary)
         if spec != "auto":
-            return optimal_tree(rates, *map(int, spec.split("x")), max_branch=branch)
-        if self.chosen is None or self.adapt:
-            best = plan(rates, self.latency, max_branch=branch)
-            if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
-                self.chosen = best
+            return optimal_tree(self.acceptance.rates(levels=8), *map(int, spec.split("x")), max_branch=self.branch)
+        self.choose()
         return self.chosen.tree
 
+    def learn(self, step: Step, spec) -> Tree | None:
+        """Counts what a step has shown. Returns a better tree to go on with, where there is one."""
+        self.acceptance.count_step(step)
+        self.steps += 1
+        return self.choose() if spec == "auto" and self.adapt else None
+
+    def choose(self) -> Tree | None:
+        """Plans, the first time and then whenever half as much again has been seen. Returns the tree if it is a new one."""
+        if self.chosen is None or self.adapt and self.steps >= self.due:
+            rates, self.due = self.acceptance.rates(levels=8), self.steps + min(512, max(64, self.steps // 2))
+            best = plan(rates, self.latency, max_branch=min(self.branch, 10 if self.latency.sizes[-1] <= 64 else 32))
+            if self.steps > 1024:                                        # what was long ago counts less and less
+                self.acceptance.tried, self.acceptance.accepted = self.acceptance.tried / 2, self.acceptance.accepted / 2
+            if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
+                self.chosen = best
+                return best.tree
+
     def speedup(self, tree, rates):
+        """Over plain decoding, as expected."""
         return expected_tokens(tree, rates) / self.latency.step(tree.size, tree.depth) * self.latency.step(1, 1)
+
+    def restore(self, decoder):
+        """Takes the times, and counts if there are any, from the file; where they are for something else, measures anew."""
+        device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
+        sampling = [[type(p).__name__, *(value for value in vars(p).values() if isinstance(value, (int, float)))]
+                    for p in decoder.processors]
+        models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype)] for one in
+                  (decoder.target, decoder.draft)]
+        method = next(name for name, method in METHODS.items() if method is decoder.method)
+        self.made_for = dict(models=models, device=device, method=method, greedy=decoder.greedy, sampling=sampling)
+        if self.file is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sequoia"
+            self.file = folder / f"{hashlib.sha256(json.dumps(self.made_for).encode()).hexdigest()[:16]}.json"
+        self.made_for.update(torch=torch.__version__, transformers=transformers.__version__)
+        if not self.replan and self.file.exists():
+            try:
+                self.latency, counts = self.read(json.loads(self.file.read_text()))
+                self.acceptance.tried, self.acceptance.accepted = counts
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                warnings.warn(f"the plan in {self.file} cannot be used and is measured anew: {type(error).__name__} {error}")
+        if self.latency is None:
+            start = time.perf_counter()
+            self.latency = measure_latency(decoder)
+            self.seconds = time.perf_counter() - start
+            self.save()
+
+    def read(self, kept):
+        """The times and counts of a file's content. Raises an error for what is damaged or was made for something else."""
+        if kept["made for"] != self.made_for:
+            raise ValueError("it was made for other models, another machine, way of sampling or version")
+        latency, counts = Latency(**kept["latency"]), np.array(kept["counts"], dtype=np.float64)
+        for x, seconds in (latency[:2], latency[2:]):
+            if not (len(x) == len(seconds) > 0 and min(seconds) > 0 and (np.diff(x) > 0).all() and np.isfinite(seconds).all()):
+                raise ValueError("its times are not times")
+        if counts.shape != (2, *self.acceptance.tried.shape) or not (0 <= counts[1]).all() or not (counts[1] <= counts[0]).all():
+            raise ValueError("its counts are not counts")
+        return latency, counts
+
+    def save(self):
+        """Keeps the times, and what was counted up to now, in the file; whole or not at all."""
+        kept = {"made for": self.made_for, "latency": self.latency._asdict(),
+                "counts": [self.acceptance.tried.tolist(), self.acceptance.accepted.tolist()]}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            half = self.file.with_suffix(f".{os.getpid()}")
+            half.write_text(json.dumps(kept))
+            half.replace(self.file)
+        except OSError as error:
+            warnings.warn(f"the plan cannot be kept: {error}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1157,7 +1250,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
 
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
-    Planner to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
+    Planner, to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
     children, as `Method.verify` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate`
     prepares: its processors shape both models' distributions, its stopping criteria are asked after every token. A batch is
     decoded row by row. Raises ValueError for what cannot be decoded this way."""
@@ -1252,6 +1345,8 @@ def arguments(argv=None):
                "python sequoia.py --temperature 0 --compare\n"
                "python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt")
     add = parser.add_argument
+    add("command", nargs="?", default="decode", choices=("decode", "plan"), help="decode a prompt, or only plan: time the "
+        "pair, count on the prompt and its continuation what is accepted, show the curves, and keep the plan (decode)")
     add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or a hub name (the bundled one)")
     add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, over the same tokens (the bundled one)")
     add("--prompt", default=PROMPT, help="the text to go on from, @FILE, or - for standard input (the head of a Python class)")
@@ -1261,10 +1356,12 @@ def arguments(argv=None):
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens that have this much probability together")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="keep tokens at least this likely, relative to the likeliest")
-    add("--seed", type=int, default=0, help="the same seed and tree give the same text; auto may plan another tree (0)")
+    add("--seed", type=int, default=0, help="the same seed and plan give the same text (0)")
     add("--method", default="sequoia", choices=METHODS, help="how a node's children are drawn and verified (sequoia)")
     add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of so many "
                                        "nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
+    add("--plan", metavar="FILE", help="where the measured times are kept (a file for each pair in the user's cache folder)")
+    add("--replan", action="store_true", help="measure the times again, and keep what this text shows of the acceptance")
     add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
@@ -1403,10 +1500,11 @@ def main(argv=None) -> int:
 
 
 def run(args) -> int:
-    transformers_logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)         # a hub out of reach is one line of ours, at the end
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
     say = (lambda text: None) if args.json else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
@@ -1420,7 +1518,7 @@ def run(args) -> int:
         sampling = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
     sampling.update(max_new_tokens=min(args.max_new_tokens, room), attention_mask=torch.ones_like(ids),
                     pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
-    planner = Planner(adapt=args.adapt)
+    planner = Planner(args.plan, args.adapt, args.replan or args.command == "plan")
 
     def decode_once(tree, printer=None, **changed):
         generator = torch.Generator(args.device).manual_seed(args.seed)
@@ -1428,16 +1526,20 @@ def run(args) -> int:
                         cuda_graph=args.cuda_graph, streamer=printer, on_step=printer and printer.on_step,
                         observe=printer.observe if printer and args.explain else None, **{**sampling, **changed})
 
-    stream = None if args.json else sys.stdout
+    stream = None if args.json or args.command == "plan" else sys.stdout
     printer = Printer(tokenizer, stream, sys.stdout.isatty() and "NO_COLOR" not in os.environ, args.show_tree, args.explain)
     interrupted = False
     try:
-        if not args.json:
+        if stream:
             print(tokenizer.decode(ids[0]), end="", flush=True)
-        decode_once(args.tree, printer)
+        decode_once("auto" if args.command == "plan" else args.tree, printer)
     except KeyboardInterrupt:
         printer.end()
         interrupted = True
+    if planner.latency and planner.replan:
+        planner.save()
+    if args.command == "plan" and not interrupted:
+        return print_plan(args, planner)
     result = summary(args, printer, planner, tokenizer, target)
     if args.compare and not interrupted:
         result.update(compare(args, ids, sampling, decode_once, say))
@@ -1449,12 +1551,12 @@ def run(args) -> int:
 
 
 def summary(args, printer, planner, tokenizer, target) -> dict:
-    steps, ids = printer.steps, printer.ids or []
+    steps, ids, seconds = printer.steps, printer.ids or [], printer.seconds - planner.seconds
     tree = steps[-1].tree if steps else Tree([-1])
     return dict(
         text=tokenizer.decode(ids), token_ids=ids, new_tokens=len(ids), steps=len(steps),
-        tokens_per_step=sum(len(step.tokens) for step in steps) / max(1, len(steps)), seconds=printer.seconds,
-        tokens_per_second=len(ids) / printer.seconds,
+        tokens_per_step=sum(len(step.tokens) for step in steps) / max(1, len(steps)), seconds=seconds,
+        planning_seconds=planner.seconds, tokens_per_second=len(ids) / seconds,
         tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
         acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
         method=args.method, temperature=args.temperature, seed=args.seed, device=args.device, dtype=str(target.dtype)[6:])
@@ -1467,13 +1569,30 @@ def print_summary(result, planner):
     print(f"tree: {tree['size']} nodes on {tree['depth']} levels; method: {result['method']}, temperature "
           f"{result['temperature']:g}, seed {result['seed']}, {result['dtype']} on {result['device']}")
     if planner.chosen:
-        print(f"plan: {planner.chosen}")
+        measured = f", measured in {planner.seconds:.1f} s and kept" if planner.seconds else ""
+        print(f"plan: {planner.chosen}{measured}")
     for name in ("generate", "assisted", "plain"):
         if name in result:
             speed, times = result[name]["tokens_per_second"], result[f"speedup_over_{name}"]
             print(f"{times:6.2f} times {COMPARED[name]}, which makes {speed:.1f} tokens a second")
     if "greedy_identical" in result:
         print(f"greedy output {'identical to' if result['greedy_identical'] else 'differs from'} transformers' generate")
+
+
+def print_plan(args, planner) -> int:
+    planner.chosen = None
+    tree, latency, rates = planner.choose(), planner.latency, planner.acceptance.rates()
+    if args.json:
+        print(json.dumps(dict(latency=latency._asdict(), acceptance_rates=rates.tolist(), size=tree.size, depth=tree.depth,
+                              paths=tree.paths(), tokens_per_step=planner.chosen.tokens_per_step,
+                              speedup=planner.chosen.speedup, runner_up=planner.chosen.runner_up, file=str(planner.file))))
+        return 0
+    for label, values, form in (("target: tokens in a pass", latency.sizes, ".0f"), ("        ms", latency.target, ".2f"),
+                                ("draft: tokens on a level", latency.widths, ".1f"), ("       ms", latency.draft, ".2f"),
+                                ("acceptance: child", range(1, 9), ".0f"), ("            rate", rates[:8], ".3f")):
+        print(f"{label:<26}" + "".join(f"{1e3 * value if label.endswith('ms') else value:>8{form}}" for value in values))
+    print(f"\n{planner.chosen}\n\n{tree}\n\nkept in {planner.file}")
+    return 0
 
 
 COMPARED = dict(generate="transformers' generate", assisted="its assisted generation", plain="plain decoding here, no tree")

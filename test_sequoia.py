@@ -47,6 +47,14 @@ PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0
 PAPER_SORTED = sorted(PAPER_RATES, reverse=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory):
+    """The planner's files are kept here, not in the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def test_docstring_examples_run():
     results = doctest.testmod(sequoia)
     assert results.attempted > 0 and results.failed == 0
@@ -1139,9 +1147,10 @@ def test_noise_is_fresh_every_step(llama, monkeypatch):
     assert len(values) > 10 and len(set(values)) == len(values)
 
 
-def test_the_same_seed_gives_the_same_text(llama):
+@pytest.mark.parametrize("tree", ["auto", "9x4", "none"])
+def test_the_same_seed_gives_the_same_text(llama, tree):
     def text(seed):
-        return sequoia.generate(*llama, prompt_of(8), max_new_tokens=30, do_sample=True, tree="9x4",
+        return sequoia.generate(*llama, prompt_of(8), max_new_tokens=100, do_sample=True, tree=tree,
                                 generator=torch.Generator().manual_seed(seed)).tolist()
     assert text(1) == text(1) != text(2)
 
@@ -1236,6 +1245,91 @@ def test_the_plan_is_the_best_on_curves_where_it_is_known():
     best = max((table[n, d] / (1 + 0.01 * n + (d - 1) * c), n, d) for n in sizes for d in range(1, 13) if table[n, d] > 0)
     chosen = sequoia.plan(rates, latency)
     assert (chosen.tree.size, chosen.speedup) == (best[1], pytest.approx(best[0] * 1.01))
+
+
+def planner_of(llama, file, counted=0, **kwargs):
+    """A planner that has planned for one text, and the text."""
+    planner = sequoia.Planner(file, **kwargs)
+    text = sequoia.generate(*llama, prompt_of(16), max_new_tokens=40, do_sample=True, planner=planner,
+                            generator=torch.Generator().manual_seed(3))
+    return planner, text.tolist()
+
+
+def test_times_are_measured_once_and_kept(llama, tmp_path, monkeypatch):
+    first, text = planner_of(llama, tmp_path / "a" / "plan.json")
+    monkeypatch.setattr(sequoia, "measure_latency", None)                     # would fail if it were called again
+    second, again = planner_of(llama, tmp_path / "a" / "plan.json")
+    assert second.latency == first.latency and second.chosen == first.chosen and again == text
+    assert os.listdir(tmp_path / "a") == ["plan.json"]                        # nothing half-written is left
+
+
+def test_a_plan_with_other_settings_is_another_file(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for kwargs in (dict(temperature=0.5), dict(temperature=0.7), dict(method="topk"), dict(do_sample=False)):
+        sequoia.generate(*llama, prompt_of(16), max_new_tokens=2, **dict(do_sample=True) | kwargs)
+    assert len(list((tmp_path / "sequoia").iterdir())) == 4
+
+
+def spoil(change):
+    def spoiled(text):
+        kept = json.loads(text)
+        change(kept)
+        return json.dumps(kept)
+    return spoiled
+
+
+@pytest.mark.parametrize("hazard", [
+    lambda text: "", lambda text: text[:100], lambda text: "[]", lambda text: "{}", lambda text: '{"made for": 3}',
+    spoil(lambda kept: kept.pop("latency")), spoil(lambda kept: kept["latency"].update(target=[-1.0])),
+    spoil(lambda kept: kept["latency"]["target"].pop()), spoil(lambda kept: kept["latency"].update(sizes=[])),
+    spoil(lambda kept: kept["latency"]["target"].__setitem__(0, math.nan)), spoil(lambda kept: kept.update(counts=[[1], [2]])),
+    spoil(lambda kept: kept["latency"].update(sizes=[3, 2, 1])), spoil(lambda kept: kept["made for"].update(torch="1.0")),
+    spoil(lambda kept: kept["made for"].update(models=["another"]))])
+def test_a_file_that_cannot_be_used_is_measured_anew_with_one_warning(llama, tmp_path, hazard, monkeypatch):
+    file, known = tmp_path / "plan.json", sequoia.Latency([1, 8], [1.0, 1.1], [1.0, 2.0], [0.1, 0.1])
+    monkeypatch.setattr(sequoia, "measure_latency", lambda decoder: known)
+    planner_of(llama, file)
+    good = file.read_text()
+    file.write_text(hazard(good))
+    with pytest.warns(UserWarning, match="measured anew") as warned:
+        planner, _ = planner_of(llama, file)
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
+    assert planner.latency == known and json.loads(file.read_text()) == json.loads(good)
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(llama, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        planner_of(llama, tmp_path / "file" / "plan.json")
+
+
+def test_replan_measures_again_and_keeps_what_was_counted(llama, tmp_path, monkeypatch):
+    planner_of(llama, tmp_path / "plan.json")
+    measured = []
+    monkeypatch.setattr(sequoia, "measure_latency", lambda decoder: measured.append(1) or sequoia.Latency([1, 8], [1.0, 1.1], [1.0], [0.1]))
+    planner, _ = planner_of(llama, tmp_path / "plan.json", replan=True)
+    planner.save()
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert measured == [1] and kept["latency"]["sizes"] == [1, 8] and np.sum(kept["counts"]) > 0
+    assert np.array_equal(planner_of(llama, tmp_path / "plan.json", adapt=False)[0].acceptance.tried.shape, planner.acceptance.tried.shape)
+
+
+def test_a_planner_adapts_to_what_it_sees_unless_told_not_to():
+    """A prior that expects much of second children, and a text in which first children go on and on."""
+    latency = sequoia.Latency([1, 64], [1.0, 2.0], [1.0, 8.0], [0.02, 0.02])
+    for adapt in (True, False):
+        planner = sequoia.Planner(adapt=adapt)
+        planner.latency, planner.branch = latency, 8
+        planner.acceptance.prior = np.array([0.1, 0.5, 0.1])
+        planner.acceptance.tried, planner.acceptance.accepted = np.zeros((2, 24, 3))
+        first = planner.choose()
+        for _ in range(200):
+            tree = planner.chosen.tree
+            path = [node for node in range(1, tree.size) if not any(tree.ranks[i] for i in range(tree.size) if tree.mask[node, i])]
+            better = planner.learn(sequoia.Step(tree, [0] * tree.size, path, 0), "auto")
+            assert better is None or adapt and better == planner.chosen.tree
+        deepest = expected_tokens(planner.chosen.tree, [1.0])
+        assert (deepest > expected_tokens(first, [1.0]) + 2) == adapt
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1365,6 +1459,22 @@ def test_json_is_one_object_and_nothing_else(capsys):
                            "temperature", "seed", "device", "dtype"}
     tree = Tree.from_paths(result["tree"]["paths"])
     assert (tree.size, tree.depth) == (result["tree"]["size"], result["tree"]["depth"])
+
+
+def test_the_command_line_gives_the_same_text_twice(capsys):
+    first, second = (json.loads(run_main(capsys, "--json", "--max-new-tokens", "60")[1]) for _ in range(2))
+    assert first["text"] == second["text"] and first["tree"] == second["tree"]
+    assert second["planning_seconds"] == 0
+
+
+def test_plan_shows_the_curves_and_keeps_the_plan(capsys, tmp_path):
+    arguments = ("--max-new-tokens", "20", "--plan", str(tmp_path / "plan.json"))
+    code, out, _ = run_main(capsys, "plan", *arguments)
+    assert code == 0 and "tokens in a pass" in out and "acceptance" in out and "kept in" in out
+    code, out, _ = run_main(capsys, "plan", "--json", *arguments)
+    result, kept = json.loads(out), json.loads((tmp_path / "plan.json").read_text())
+    assert code == 0 and result["latency"] == kept["latency"] and np.sum(kept["counts"]) > 0
+    assert Tree.from_paths(result["paths"]).size == result["size"]
 
 
 def test_comparison_reports_all_speeds(capsys):
