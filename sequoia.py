@@ -920,16 +920,35 @@ HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, Min
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is laid out once for oneDNN, the CPU's matrix library: the same numbers, at the memory's
-    speed. Plain PyTorch lays it out anew at every call, or reads it at half that speed."""
+    """Linear layers that take the same input, such as those of queries, keys and values, as one product, with the weight laid
+    out once for oneDNN, the CPU's matrix library: the same numbers, at the memory's speed. Plain PyTorch lays it out anew at
+    every call, or reads it at half that speed."""
 
-    def __init__(self, linear: nn.Linear, rows: int):
+    def __init__(self, layers: list, rows: int):
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)        # opaque, not a parameter
-        self.bias = linear.bias
+        self.sizes, self.bias = [layer.out_features for layer in layers], None
+        weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)                         # opaque, not a parameter
+        if layers[0].bias is not None:
+            self.bias = torch.cat([layer.bias.detach() for layer in layers])
 
     def forward(self, x):
-        return (_scripted_linear() if torch.jit.is_tracing() else _packed_linear)(x, self.weight, self.bias)
+        """The first layer's output; those of the others wait for them."""
+        y = (_scripted_linear() if torch.jit.is_tracing() else _packed_linear)(x, self.weight, self.bias)
+        self.input, (first, *self.waiting) = x, y.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (y,)
+        return first
+
+
+class Waiting(nn.Module):
+    """A layer whose output has been computed by an elder sibling."""
+
+    def __init__(self, packed: PackedLinear):
+        super().__init__()
+        self.packed = [packed]                                           # in a list: not a child of this module
+
+    def forward(self, x):
+        assert x is self.packed[0].input
+        return self.packed[0].waiting.pop(0)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]):
@@ -950,12 +969,29 @@ def pack(model, rows: int = 16):
         model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if supported and model.device.type == "cpu":
         model.requires_grad_(False)
-        for parent in list(model.modules()):
-            for name, layer in list(parent.named_children()):
-                if type(layer) is nn.Linear:
-                    setattr(parent, name, PackedLinear(layer, rows))
+        for parent, names in siblings(model):
+            layers = [getattr(parent, name) for name in names]
+            setattr(parent, names[0], packed := PackedLinear(layers, rows))
+            for name in names[1:]:
+                setattr(parent, name, Waiting(packed))
         model.recording = record(model)
     return model
+
+
+@torch.no_grad()
+def siblings(model) -> list[tuple]:
+    """The model's linear layers as (parent, names); together those of one parent that a pass gives the very same tensor."""
+    owner = {layer: (parent, name) for parent in model.modules() for name, layer in parent.named_children()
+             if type(layer) is nn.Linear}
+    given, groups = {}, {}
+    hooks = [layer.register_forward_pre_hook(lambda layer, inputs: given.setdefault(layer, inputs[0])) for layer in owner]
+    model(torch.zeros(1, 2, dtype=torch.long))
+    for hook in hooks:
+        hook.remove()
+    for layer, x in (given | {layer: layer for layer in owner if layer not in given}).items():      # in the order of calls
+        parent, name = owner[layer]
+        groups.setdefault((parent, id(x), layer.bias is None), []).append(name)
+    return [(parent, names) for (parent, *_), names in groups.items()]
 
 
 @torch.no_grad()
@@ -981,9 +1017,12 @@ def record(model):
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
             traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
+            for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
+                getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
+            traced = torch._C._create_function_from_graph("forward", traced.graph)
             same = [torch.equal(_replay(traced, weights, *inputs, scratch.entries), scratch.run(*inputs, scratch.entries))
                     for inputs in (example(15, 4), example(7, 5), example(2, 14))]
-        except RuntimeError:
+        except (RuntimeError, AttributeError):
             same = [False]
     return functools.partial(_replay, traced, weights) if all(same) else functools.partial(CachedModel.run, scratch)
 
