@@ -371,10 +371,19 @@ def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replac
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         if not replacement:
-            untried = torch.ones_like(D).scatter_(1, tokens[:n, : i + 1], 0)
-            D = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried, otherwise=D))
+            D = _without(D, tokens[:n, : i + 1])
         residual, draft = torch.cat([R, residual[n:]]), torch.cat([D, draft[n:]])
     return ratios, residual
+
+
+def _without(draft: Tensor, rejected: Tensor) -> Tensor:
+    """The draft (rows, V) without its rejected tokens (rows, i), of which all but the last have left it before, renormalised;
+    uniform over the tokens not yet rejected once its mass is used up."""
+    left = draft.scatter(1, rejected[:, -1:], 0)
+    if not left.is_cuda and left.any(dim=1).all():                       # the host may look, and save itself the rest
+        return left / left.sum(dim=1, keepdim=True)
+    untried = torch.ones_like(draft).scatter_(1, rejected, 0)
+    return _normalise(left, otherwise=_normalise(untried, otherwise=draft))
 
 
 def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
@@ -509,6 +518,22 @@ class Method:
         return node, following.gather(0, node)
 
 
+class Greedy(Method):
+    """What every method becomes as the temperature goes to 0: the target's choice is put out, and accepted where it is a child."""
+
+    def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
+        """As the walk of all methods; on the host with nothing but a comparison."""
+        if static or observe:
+            return super().verify_tree(layout, tokens, target_probs, draft_probs, generator, static, observe)
+        node, proposed = 0, tokens.tolist()
+        while True:
+            token = int(target_probs([node]).argmax())
+            accepted = [child for child in layout.tree.children[node] if proposed[child] == token]
+            if not accepted:
+                return torch.tensor([node]), torch.tensor([token])
+            node = accepted[0]
+
+
 class Traversal(Method):
     """Traversal verification (arXiv 2505.12398): from the leaves to the root, so that a child that would be rejected alone can
     be accepted for what comes below it. On a chain it is block verification (arXiv 2403.10444), on one level Algorithm 2."""
@@ -527,18 +552,17 @@ class Traversal(Method):
         residual = target_probs.clone()                                                          # (size, V)
         mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
         for level, probs in zip(layout.levels, draft_probs):
-            draft, untried = probs.clone(), torch.ones_like(probs)
+            draft, proposed = probs.clone(), tokens[level.child]                                 # (nodes, V), (nodes, ranks)
             for rank, n in enumerate(level.with_child):
                 nodes, child = level.nodes[:n], level.child[:n, rank]
-                a, R, D, token = mass[nodes, None], residual[nodes], draft[:n], tokens[child][:, None]
+                a, R, D, token = mass[nodes, None], residual[nodes], draft[:n], proposed[:n, rank : rank + 1]
                 p, q = a * R.gather(1, token), D.gather(1, token)
                 mass[child] = torch.where(p > 0, p / q, 0).clamp(max=1)[:, 0]                    # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
                 total = left.sum(dim=1, keepdim=True)
                 mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
                 residual[nodes] = _normalise(left, otherwise=R)
-                untried[:n].scatter_(1, token, 0)
-                draft[:n] = _normalise(D.scatter(1, token, 0), otherwise=_normalise(untried[:n], otherwise=D))
+                draft[:n] = _without(D, proposed[:n, : rank + 1])
         return mass, residual
 
 
@@ -550,6 +574,9 @@ METHODS = {
     "topk": Method(most_likely, _ratios_of_naive),
     "traversal": Traversal(sample_without_replacement, functools.partial(_ratios_in_turn, replacement=False)),
 }
+
+
+GREEDY = Greedy(most_likely, _ratios_of_naive)           # at temperature 0, whatever the method's name
 
 
 def find_method(name: str) -> Method:
@@ -743,7 +770,7 @@ class Decoder:
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
         self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
-        self.method = METHODS["topk"] if greedy else find_method(method)          # see `target_probs` for why
+        self.method = GREEDY if greedy else find_method(method)
         self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
@@ -803,9 +830,8 @@ class Decoder:
             raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
 
     def target_probs(self, logits, nodes):
-        """The target's distribution after these nodes of one level, (rows, V): one-hot when greedy, the draft's is not. So a
-        child is accepted where it is the target's choice, and the children are the draft's most likely tokens, which is
-        what every method's proposals become as the temperature goes to 0."""
+        """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children are
+        its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
         scores = self.scores(self.target, logits, nodes)
         if not self.greedy:
             return scores.softmax(dim=1)
@@ -1233,8 +1259,8 @@ class Planner:
                     for p in decoder.processors]
         models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype)] for one in
                   (decoder.target, decoder.draft)]
-        method = next(name for name, method in METHODS.items() if method is decoder.method)
-        self.made_for = dict(models=models, device=device, method=method, greedy=decoder.greedy, sampling=sampling)
+        method = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
+        self.made_for = dict(models=models, device=device, method=method, sampling=sampling)
         if self.file is None:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sequoia"
             self.file = folder / f"{hashlib.sha256(json.dumps(self.made_for).encode()).hexdigest()[:16]}.json"
