@@ -1636,6 +1636,9 @@ def print_summary(result, planner):
     if planner.chosen:
         measured = f", measured in {planner.seconds:.1f} s and kept" if planner.seconds else ""
         print(f"plan: {planner.chosen}{measured}")
+        slower = result["seconds"] / max(1, result["steps"]) / planner.latency.step(tree["size"], tree["depth"])
+        if not 0.5 < slower < 2:
+            print(f"a step took {slower:.1f} times as long as when the plan was made; --replan measures again")
     for name in ("generate", "assisted", "plain"):
         if name in result:
             speed, times = result[name]["tokens_per_second"], result[f"speedup_over_{name}"]

@@ -1138,11 +1138,12 @@ def test_greedy_equals_plain_generate_on_held_out_prompts():
             assert torch.equal(out, expected), tree
 
 
-def test_noise_is_fresh_every_step(llama, monkeypatch):
+@pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(1)])
+def test_noise_is_fresh_every_step(llama, monkeypatch, generator):
     """No step draws the numbers of an earlier one (the authors' code draws once a prompt)."""
     drawn, rand = [], torch.rand
     monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: drawn.append(rand(*args, **kwargs)) or drawn[-1])
-    sequoia.generate(*llama, prompt_of(8), max_new_tokens=40, do_sample=True, tree="6x3")
+    sequoia.generate(*llama, prompt_of(8), max_new_tokens=40, do_sample=True, tree="6x3", generator=generator)
     values = [float(noise.flatten()[0]) for noise in drawn]
     assert len(values) > 10 and len(set(values)) == len(values)
 
@@ -1538,6 +1539,18 @@ def test_readme_examples_run(monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert abs(float((namespace["token"] == 0).float().mean()) - 0.7) < 0.01                            # P of the README
+
+
+def test_the_readmes_exercises_name_tests_and_code_that_exist():
+    root = Path(sequoia.__file__).parent
+    text = (root / "README.md").read_text(encoding="utf-8")
+    tests, code = (root / "test_sequoia.py").read_text(encoding="utf-8"), (root / "sequoia.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) >= 6 and all(f"def {name}(" in tests for name in named)
+    exercises = text.split("## Six exercises")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\d\. ", exercises, re.MULTILINE)) == 6
+    for name in re.findall(r"`(_?[a-z]\w+)`", exercises):
+        assert name in code or name in tests, name
 
 
 def test_help_names_every_method_and_tree(capsys):
