@@ -748,7 +748,9 @@ class Decoder:
         self.limit = max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
         self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
-        first = sample(self.target_probs(self.target.logits[-1:], []), generator)
+        self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
+        self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
+        first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
         self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
         self.static = prompt.is_cuda and not self.needs_history         # on a CPU, or node by node, the host walks as it goes
 
@@ -809,17 +811,31 @@ class Decoder:
             return scores.softmax(dim=1)
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
+    def agree(self, value):
+        """Rank 0's value, on every rank that has a share of the target: so all of them take the same tokens."""
+        if self.sharded and isinstance(value, Tensor):
+            torch.distributed.broadcast(value, src=0)
+        elif self.sharded:
+            torch.distributed.broadcast_object_list(box := [value], src=0)
+            value = box[0]
+        return value
+
+    def clock(self) -> float:
+        return self.agree(time.perf_counter())
+
     def step(self) -> Step:
-        """Grow the tree, run the target over it, verify, keep the accepted path."""
-        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph:
+        """Grow the tree, run the target over it, verify, keep the accepted path. On a GPU one CUDA graph does it all, or where
+        the host has a part in the target's pass (its layers stream, or ranks share it) only grows the tree."""
+        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph and (self.whole or self.fed):
             try:
-                self.graph, self.report = self.capture(self.program)
+                self.graph, self.recorded = self.capture(self.program if self.whole else self.grow)
             except RuntimeError as error:
                 self.cuda_graph = False
                 warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
         if self.graph:
             self.graph.replay()
-        report = (self.report if self.graph else self.program()).tolist()        # the step's one copy to the host
+        done = self.recorded if self.graph else None
+        report = (done if self.graph and self.whole else self.program(done)).tolist()    # the step's one copy to the host
         (healthy, node, token), tree = report[:3], self.layout.tree
         if not healthy:
             raise ValueError("the models gave NaN logits, or the processors left no token possible")
@@ -830,31 +846,34 @@ class Decoder:
             self.history = torch.cat([self.history, self.tokens.new_tensor([known])], dim=1)
         return step
 
-    def program(self) -> Tensor:
+    def program(self, grown=None) -> Tensor:
         """A step, but for what it means to the host: (3 + tree.size,) whether all went well, the last accepted node, the token
         after it, and the nodes' tokens. Where it is static its shapes are fixed and it never asks the host anything, so that
-        a CUDA graph can hold it."""
-        place, self.healthy = self.place(), torch.ones_like(self.tokens[:1])
-        draft_probs = self.grow(place)
+        a CUDA graph can hold it. grown: what `grow` has returned, if the tree is there already."""
+        place = self.place()
+        draft_probs, self.healthy = grown or self.grow(place)
+        self.agree(self.tokens)
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
         def target_probs(nodes):
             return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
         node, token = self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator,
                                               self.static, self.observe)
+        node, token = self.agree(torch.cat([node, token])).split(1)
         report = torch.cat([self.healthy, node, token, self.tokens[1:]])
         self.keep(place, node, token)
         return report
 
-    def grow(self, place) -> list[Tensor]:
-        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level."""
-        levels = []
+    def grow(self, place=None) -> tuple[list[Tensor], Tensor]:
+        """Fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level, and whether all
+        went well."""
+        levels, place, self.healthy = [], place or self.place(), torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
             logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
             levels.append(self.scores(self.draft, logits, level.nodes).softmax(dim=1))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
             self.tokens[1 + level.children] = proposals.flatten()[level.exists]
-        return levels
+        return levels, self.healthy
 
     def keep(self, place, node, token):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
@@ -889,7 +908,7 @@ class Decoder:
     def tokens_with(self, tree, planner, on_step=None):
         """The tokens after the prompt, one at a time, for as long as they are asked for."""
         yield self.first
-        self.plant(tree if isinstance(tree, Tree) else planner.tree(self, tree))
+        self.plant(self.agree(tree if isinstance(tree, Tree) else planner.tree(self, tree)))
         while True:
             step = self.step()
             planner.acceptance.count_step(step)
@@ -1064,21 +1083,21 @@ def measure_latency(decoder: Decoder, sizes=(1, 8, 32, 4, 16, 64, 2), widths=(1,
     def median(tree, grow):
         decoder.plant(tree)
         run, wait = functools.partial(decoder.rehearse, grow), torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
-        if decoder.static and decoder.cuda_graph:
+        if decoder.static and decoder.cuda_graph and (grow or decoder.whole):
             run = decoder.capture(run)[0].replay
         times = []
         while len(times) < 2 or len(times) < 16 and sum(times) < 0.1:
             wait()
-            start = time.perf_counter()
+            start = decoder.clock()
             run()
             wait()
-            times.append(time.perf_counter() - start)
+            times.append(decoder.clock() - start)
         return float(np.median(times[1:]))
 
-    start, target = time.perf_counter(), {}
+    start, target = decoder.clock(), {}
     draft = [median(sequences(width, 3), grow=True) / 3 for width in widths]
     for size in sizes:
-        if len(target) < 3 or time.perf_counter() - start < budget:
+        if len(target) < 3 or decoder.clock() - start < budget:
             target[size] = median(Tree((-1,) + (0,) * (size - 1)), grow=False)
     steady = np.maximum.accumulate([target[size] for size in sorted(target)]).tolist()
     return Latency(sorted(target), steady, list(widths), draft)
