@@ -30,19 +30,24 @@ import sys
 import time
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.utils import logging as transformers_logging
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.distributed import DistributedConfig
 from transformers.generation import (EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, MinPLogitsWarper,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+from transformers.utils import cached_file, logging as transformers_logging
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -930,7 +935,7 @@ HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, Min
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7  Where the weights are: packed for a CPU
+# 7  Where the weights are: packed for a CPU, streaming past a small device, shared out among processes
 
 
 class PackedLinear(nn.Module):
@@ -962,7 +967,7 @@ def pack(model, rows: int = 16):
     saved, and must not be changed."""
     supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and (
         model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if supported and model.device.type == "cpu":
+    if supported and model.device.type == "cpu" and not hasattr(model, "stream"):
         model.requires_grad_(False)
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
@@ -1005,6 +1010,289 @@ def record(model):
 def _replay(traced, weights, *inputs):
     with torch.jit.optimized_execution(False):                           # else it optimises anew for every new shape
         return traced(*inputs, weights)
+
+
+# The rest of this section is for targets larger than the device. Their decoder layers *stream*: the weights of one are brought
+# into a buffer on the device shortly before they are used, and those of a later one take their place. Or they are *sharded*:
+# every process that torchrun has started, a rank, holds its share of each layer.
+
+
+class Weight(NamedTuple):
+    """A parameter that streams, and its place among the bytes of its layer."""
+    parameter: nn.Parameter
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def within(self, flat: Tensor) -> Tensor:
+        """The weight as a view of a buffer that holds its layer, (bytes,) uint8."""
+        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+
+    def take_out(self):
+        """Drops the parameter's values. It stays the same object, in the same module."""
+        torch.utils.swap_tensors(self.parameter, nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False))
+
+
+class Stream:
+    """Brings layers' weights to the device in turn, round and round, ahead of their use. The n-th layer used, counted over all
+    passes, is number n % len(layers), and comes by way of buffer n % len(buffers).
+
+    copy(i, buffer) starts to copy layer i's weights into a buffer and returns a function that waits for them to be there.
+    Copies are made one after the other, as they are started; none before the work that the device was given earlier, which
+    may still need what the buffer holds."""
+
+    def __init__(self, layers: list[list[Weight]], copy, device, buffers: int):
+        self.layers, self.copy, self.used, self.coming = layers, copy, 0, [None] * buffers
+        self.buffers = [torch.empty(_largest(layers), dtype=torch.uint8, device=device) for _ in range(buffers)]
+
+    def fill(self):
+        """Starts to copy the layers that come next, one for every buffer that is free."""
+        for n in range(self.used, self.used + len(self.buffers)):
+            buffer = n % len(self.buffers)
+            if self.coming[buffer] is None:
+                self.coming[buffer] = self.copy(n % len(self.layers), self.buffers[buffer])
+
+    def before(self, i: int, *_):
+        """Layer i is about to be used: its parameters become views of its buffer."""
+        if self.used % len(self.layers) != i:                            # a pass was broken off: begin again, with this layer
+            self.used, self.coming = self.used + (i - self.used) % len(self.layers), [None] * len(self.buffers)
+        self.fill()
+        buffer = self.used % len(self.buffers)
+        wait, self.coming[buffer] = self.coming[buffer], None            # where waiting fails, it is copied anew next time
+        wait()
+        for weight in self.layers[i]:
+            weight.parameter.data = weight.within(self.buffers[buffer])
+
+    def after(self, i: int, *_):
+        """Layer i has been used, and its buffer is free."""
+        for weight in self.layers[i]:
+            weight.parameter.data = weight.parameter.data.new_empty(0)
+        self.used += 1
+        self.fill()
+
+
+@torch.no_grad()
+def offload(model, device, resident: int | str = "auto", buffers: int = 2):
+    """Moves a model to the device, all but its decoder layers: their weights stay in host memory and stream from there, pass
+    after pass. Changes the model in place and returns it.
+
+    resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
+    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
+    Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
+    device = find_device(device)
+    modules, layers = _streaming(model, device, resident, buffers)
+    return _start(model, modules, layers, _from_memory(layers, device), device, buffers)
+
+
+@torch.no_grad()
+def load_offloaded(name, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
+    """Loads a model from a folder or hub name, its decoder layers to stream: to a GPU from host memory, on a CPU from its
+    safetensors files, so that it may be larger than all memory. Weights stored in another dtype are converted as they are
+    read. The other arguments are `offload`'s. Raises ValueError for files that do not have the model's weights."""
+    device, name = find_device(device), str(name)
+    if device.type == "cuda":
+        return offload(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), device, resident, buffers)
+    with torch.device("meta"):                                           # shapes and names, no values
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=dtype)
+    if generation := cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        model.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
+    modules, layers = _streaming(model, device, resident, buffers)
+    names, stored = _names(model), stored_tensors(name)
+    known_as = [renaming for renaming in get_model_conversion_mapping(model) if isinstance(renaming, WeightRenaming)]
+    saved = model.state_dict()
+    stored = {rename_source_key(key, known_as, [], model.base_model_prefix, saved)[0]: at for key, at in stored.items()}
+    for key, buffer in model.named_buffers():
+        if buffer not in names:                                          # in no file: computed, as transformers does
+            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=device))
+    model.initialize_weights()
+    streaming, state = {weight.parameter for weights in layers for weight in weights}, {}
+    for tensor, keys in names.items():                                   # a tied weight has several names, one is stored
+        found = next((stored[key] for key in keys if key in stored), None)
+        if found is None or found.shape != tensor.shape:
+            raise ValueError(f"the files of {name} have {found and list(found.shape)} for {keys[0]}, which in the model is "
+                             f"{list(tensor.shape)}; only what is stored just as the model has it can stream from disk")
+        stored.update(dict.fromkeys(keys, found))
+        if tensor not in streaming:
+            state.update(dict.fromkeys(keys, found.read(torch.empty(tensor.shape, dtype=tensor.dtype))))
+    model.load_state_dict(state, strict=False, assign=True)
+    return _start(model, modules, layers, _from_files(layers, stored), device, buffers)
+
+
+def _streaming(model, device, resident, buffers):
+    """The decoder layers that are to stream, as modules and as lists of their weights. What has a second name, being tied to
+    something else, does not stream."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers stream to a cpu or cuda device, not to {device}")
+    if hasattr(model, "recording") or hasattr(model, "stream"):
+        raise ValueError("a packed or offloaded model cannot be offloaded; load it anew")
+    _at_least_one(buffers=buffers)
+    count, names = model.config.get_text_config(decoder=True).num_hidden_layers, _names(model)
+    modules = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if modules is None:
+        raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers that could be offloaded")
+    layers = []
+    for module in modules:
+        layers.append([])
+        for parameter in module.parameters():
+            if len(names[parameter]) == 1:
+                start = _aligned(layers[-1][-1].stop) if layers[-1] else 0
+                layers[-1].append(Weight(parameter, *names[parameter], parameter.shape, parameter.dtype, start,
+                                         start + parameter.nbytes))
+    if resident == "auto":
+        free = 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0      # the rest: caches, activations
+        others = sum(p.nbytes for p in model.parameters()) - sum(weights[-1].stop for weights in layers)
+        resident = max(0, int((free - others) / _largest(layers)) - buffers)
+    if not isinstance(resident, int) or resident < 0:
+        raise ValueError(f"resident must be auto or a number of layers, got {resident!r}")
+    return modules[resident:], layers[resident:]
+
+
+def _names(model) -> dict[Tensor, list[str]]:
+    """All names of everything that a file of the model's weights holds."""
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _largest(layers) -> int:
+    return max((_aligned(weights[-1].stop) for weights in layers), default=1)
+
+
+def _start(model, modules, layers, copy, device, buffers):
+    """Moves what does not stream, and hooks the layers that do."""
+    model.to(device).eval().requires_grad_(False)
+    if layers:
+        model.stream = Stream(layers, copy, device, buffers)
+    for i, module in enumerate(modules):
+        module.register_forward_pre_hook(functools.partial(model.stream.before, i))
+        module.register_forward_hook(functools.partial(model.stream.after, i))
+    return model
+
+
+def _from_memory(layers, device):
+    """Moves the layers' weights into host memory, one piece each. Returns the `copy` of a Stream: on a GPU a stream of its own,
+    with an event after every copy; else a thread, so that it can be tried out anywhere."""
+    pieces = []
+    for weights, piece in zip(layers, host_buffers(_largest(layers), len(layers), pinned=device.type == "cuda")):
+        for weight in weights:
+            weight.within(piece).copy_(weight.parameter)
+            weight.take_out()
+        pieces.append(piece[: weights[-1].stop])
+    if device.type != "cuda":
+        thread = ThreadPoolExecutor(max_workers=1)
+        return lambda i, buffer: thread.submit(buffer[: len(pieces[i])].copy_, pieces[i]).result
+    stream = torch.cuda.Stream(device)
+
+    def copy(i, buffer):
+        stream.wait_stream(torch.cuda.current_stream(device))            # the layer that used this buffer has been computed
+        with torch.cuda.stream(stream):
+            buffer[: len(pieces[i])].copy_(pieces[i], non_blocking=True)
+            copied = stream.record_event()
+        return lambda: torch.cuda.current_stream(device).wait_event(copied)
+    return copy
+
+
+def host_buffers(size: int, count: int, pinned: bool):
+    """So many buffers of `size` bytes, one by one; pinned, so that a GPU reads them while it computes, if that can be had."""
+    together = max(1, 2**33 // size)             # torch rounds a pinned allocation up to a power of two: better a few large ones
+    for start in range(0, count, together):
+        total = min(together, count - start) * size
+        try:
+            slab = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            warnings.warn(f"no more host memory can be pinned, so copies are slower: {str(error).splitlines()[0]}")
+            pinned, slab = False, torch.empty(total, dtype=torch.uint8)
+        yield from slab.split(size)
+
+
+def _from_files(layers, stored):
+    """The `copy` of a Stream that reads files, in a thread. An error there is raised where the layer is waited for."""
+    for weight in (weight for weights in layers for weight in weights):
+        weight.take_out()
+    def read(i, buffer):
+        for weight in layers[i]:
+            stored[weight.name].read(weight.within(buffer))
+    thread = ThreadPoolExecutor(max_workers=1)
+    return lambda i, buffer: thread.submit(read, i, buffer).result
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file. It is read, not mapped, so that what was read does not stay in this process's memory."""
+    path: str
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def read(self, into: Tensor) -> Tensor:
+        """Fills a tensor of this shape with the values, and returns it."""
+        as_stored = into if into.dtype == self.dtype else torch.empty(self.shape, dtype=self.dtype)
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(as_stored.reshape(-1).view(torch.uint8).numpy()) < as_stored.nbytes:
+                raise ValueError(f"{self.path} is cut short: it ends before byte {self.start + as_stored.nbytes}")
+        return into if into is as_stored else into.copy_(as_stored)
+
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+                 "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def stored_tensors(name: str) -> dict[str, Stored]:
+    """What a model's safetensors files hold, by name. A file begins with the length of its header, 8 bytes, and the header,
+    JSON with each tensor's dtype, shape and place among the bytes that follow."""
+    if single := cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False):
+        paths = [single]
+    else:
+        index = json.loads(Path(cached_file(name, "model.safetensors.index.json")).read_text())
+        paths = [cached_file(name, file) for file in sorted(set(index["weight_map"].values()))]
+    stored = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            size, length = os.path.getsize(path), int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= size - 8 else {"all": {"data_offsets": [0, size]}}
+        header.pop("__metadata__", None)
+        if (end := 8 + length + max(entry["data_offsets"][1] for entry in header.values())) > size:
+            raise ValueError(f"{path} is cut short or no safetensors file: it has {size} bytes of {end}")
+        for key, entry in header.items():
+            if entry["dtype"] in STORED_DTYPES:
+                start = 8 + length + entry["data_offsets"][0]
+                stored[key] = Stored(path, start, STORED_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return stored
+
+
+def find_device(name) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:                      # an AssertionError where torch has no CUDA at all
+        raise ValueError(f"there is no device {name}: {str(error).splitlines()[0]}") from error
+
+
+def join_ranks(device: str) -> str:
+    """Where torchrun has started several processes, this one joins the others. Returns the device that is its own."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if device.startswith("cuda"):
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(minutes=10))
+    return device
+
+
+def load_sharded(name: str, dtype: torch.dtype):
+    """This rank's share of a model, by transformers' tensor parallelism. Raises ValueError where heads cannot be shared out."""
+    ranks, config = torch.distributed.get_world_size(), AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+    for kind in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, kind, None) or 0) % ranks:
+            raise ValueError(f"{name} has {getattr(config, kind)} {kind}, which {ranks} ranks cannot share evenly")
+    parallel = DistributedConfig(tp_size=ranks)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, distributed_config=parallel)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
