@@ -21,6 +21,7 @@ Left out: training drafts, batched serving (a batch is decoded row by row), recu
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
 """
 import argparse
+import contextlib
 import functools
 import inspect
 import json
@@ -1545,6 +1546,7 @@ def parse_tree(spec) -> "Tree | str":
 # 10  The command line
 
 
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))     # of torchrun
 TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 
@@ -1575,6 +1577,9 @@ def arguments(argv=None):
     add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--offload", action="store_true", help="stream the target's layers: to a GPU from host memory, on a CPU from disk")
+    add("--offload-buffers", type=int, default=2, metavar="N", help="layers on the device at a time (2)")
+    add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit, on a CPU 0)")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
     add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
@@ -1587,6 +1592,12 @@ def arguments(argv=None):
     for name in ("top_p", "min_p"):
         if (value := getattr(args, name)) is not None and not 0 < value <= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}")
+    if args.offload_resident.isdigit():
+        args.offload_resident = int(args.offload_resident)
+    if args.compare and (args.offload or RANKS > 1):
+        raise ValueError("--compare needs the whole target on one device; leave out --offload and torchrun, or --compare")
+    if args.offload and RANKS > 1:
+        raise ValueError("--offload is for one process; under torchrun the target is shared out instead")
     parse_tree(args.tree)
     return args
 
@@ -1609,20 +1620,27 @@ def read_prompt(args, tokenizer) -> Tensor:
     return ids.to(args.device)
 
 
-def load(name: str, args, say, packed: bool = True):
-    """A model in evaluation mode on the chosen device; on a CPU its weights packed."""
+def load(name: str, args, say, packed: bool = True, large: bool = False):
+    """A model in evaluation mode on the chosen device; on a CPU its weights packed. A large one is offloaded, or shared out
+    among torchrun's ranks, if that is asked for."""
     say(f"loading {name}")
     dtype = args.dtype or ("bfloat16" if args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32")
     try:
         config = AutoConfig.from_pretrained(name)
         if config.is_encoder_decoder:
             raise ValueError(f"{name} is an encoder-decoder model; trees of tokens need a decoder-only model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).to(args.device).eval()
+        dtype = getattr(torch, dtype)
+        if large and args.offload:
+            model = load_offloaded(name, dtype, args.device, args.offload_resident, args.offload_buffers)
+        elif large and RANKS > 1:
+            model = load_sharded(name, dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(args.device).eval()
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {name}: {reason} (no network, a gated repository, or a wrong name?)") from error
     check_model(model)
-    return pack(model) if packed else model
+    return pack(model) if packed and not (large and RANKS > 1) else model
 
 
 def load_tokenizer(args, say=lambda text: None):
@@ -1703,10 +1721,19 @@ class Printer:
 def main(argv=None) -> int:
     """Returns the exit code: 0, 2 for what was asked wrongly, 130 after Ctrl-C."""
     try:
-        return run(arguments(argv))
+        with contextlib.redirect_stdout(open(os.devnull, "w") if RANK else sys.stdout):
+            code = run(arguments(argv))
+        if RANKS > 1:
+            torch.distributed.destroy_process_group()
+        return code
     except (ValueError, OSError) as error:
         print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if RANKS == 1:
+            raise
+        print(f"sequoia.py: rank {RANK} cannot go on (has another ended?): {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
 
 
 def run(args) -> int:
@@ -1714,11 +1741,12 @@ def run(args) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)         # a hub out of reach is one line of ours, at the end
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    say = (lambda text: None) if args.json else functools.partial(print, file=sys.stderr, flush=True)
+    args.device = join_ranks(args.device)
+    say = (lambda text: None) if args.json or RANK else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
-    target = load(args.target, args, say)
-    draft = load(args.draft, args, say) if args.tree != "none" else None
+    draft = load(args.draft, args, say) if args.tree != "none" else None         # first: what it leaves free is the target's
+    target = load(args.target, args, say, large=True)
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {room + ids.shape[1]}; shorten it")
