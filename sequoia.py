@@ -1061,8 +1061,9 @@ class Stream:
             self.used, self.coming = self.used + (i - self.used) % len(self.layers), [None] * len(self.buffers)
         self.fill()
         buffer = self.used % len(self.buffers)
-        wait, self.coming[buffer] = self.coming[buffer], None            # where waiting fails, it is copied anew next time
-        wait()
+        coming, self.coming = self.coming, [None] * len(self.buffers)    # if waiting fails, all is copied anew next time
+        coming[buffer]()
+        coming[buffer], self.coming = None, coming
         for weight in self.layers[i]:
             weight.parameter.data = weight.within(self.buffers[buffer])
 
@@ -1283,6 +1284,7 @@ def join_ranks(device: str) -> str:
             torch.cuda.set_device(device)
         backend = "nccl" if device.startswith("cuda") else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(minutes=10))
+    find_device(device)
     return device
 
 
