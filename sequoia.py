@@ -32,7 +32,9 @@ import sys
 import time
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
@@ -40,11 +42,15 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.distributed import DistributedConfig
 from transformers.generation import (EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, MinPLogitsWarper,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+from transformers.utils import cached_file
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -777,7 +783,9 @@ class Decoder:
         self.limit = max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
         self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
-        first = sample(self.target_probs(self.target.logits[-1:], []), generator)
+        self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
+        self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
+        first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
         self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
         self.static = prompt.is_cuda and not self.needs_history         # on a CPU, or node by node, the host walks as it goes
 
@@ -837,17 +845,31 @@ class Decoder:
             return scores.softmax(dim=1)
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
+    def agree(self, value):
+        """Rank 0's value, on every rank that has a share of the target: so all of them take the same tokens."""
+        if self.sharded and isinstance(value, Tensor):
+            torch.distributed.broadcast(value, src=0)
+        elif self.sharded:
+            torch.distributed.broadcast_object_list(box := [value], src=0)
+            value = box[0]
+        return value
+
+    def clock(self) -> float:
+        return self.agree(time.perf_counter())
+
     def step(self) -> Step:
-        """Grow the tree, run the target over it, verify, keep the accepted path."""
-        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph:
+        """Grow the tree, run the target over it, verify, keep the accepted path. On a GPU one CUDA graph does it all, or where
+        the host has a part in the target's pass (its layers stream, or ranks share it) only grows the tree."""
+        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph and (self.whole or self.fed):
             try:
-                self.graph, self.report = self.capture(self.program)
+                self.graph, self.recorded = self.capture(self.program if self.whole else self.grow)
             except RuntimeError as error:
                 self.cuda_graph = False
                 warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
         if self.graph:
             self.graph.replay()
-        report = (self.report if self.graph else self.program()).tolist()        # the step's one copy to the host
+        done = self.recorded if self.graph else self.grow()
+        report = (done if self.graph and self.whole else self.judge(*done)).tolist()     # the step's one copy to the host
         (healthy, node, token), tree = report[:3], self.layout.tree
         if not healthy:
             raise ValueError("the models gave NaN logits, or the processors left no token possible")
@@ -859,33 +881,36 @@ class Decoder:
         return step
 
     def program(self) -> Tensor:
-        """A step, but for what it means to the host: (3 + tree.size,) whether all went well, the last accepted node, the token
-        after it, and the nodes' tokens. Where it is static its shapes are fixed and it never asks the host anything, so that
-        a CUDA graph can hold it."""
-        place = self.place()
-        return self.judge(place, self.grow(place))
+        """A step, but for what it means to the host. Where it is static its shapes are fixed and it never asks the host anything,
+        so that a CUDA graph can hold it."""
+        return self.judge(*self.grow())
 
-    def judge(self, place, draft_probs) -> Tensor:
-        """The step's second half: the target's pass, verification, and what is kept of it. Returns the report."""
-        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
-        def target_probs(nodes):
-            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
-        node, token = self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator,
-                                              self.static, self.observe)
-        report = torch.cat([self.healthy, node, token, self.tokens[1:]])
-        self.keep(place, node, token)
-        return report
-
-    def grow(self, place) -> list[Tensor]:
-        """The first half: fills in the tree's tokens, level by level. Returns the draft's distributions, (nodes, V) a level."""
-        levels, self.healthy = [], torch.ones_like(self.tokens[:1])
+    def grow(self) -> tuple[Place, list[Tensor], Tensor]:
+        """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's distributions,
+        (nodes, V) a level, and whether all went well, (1,)."""
+        levels, place, self.healthy = [], self.place(), torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
             logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
             levels.append(self.scores(self.draft, logits, level.nodes).softmax(dim=1))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
             self.tokens[1 + level.children] = proposals.flatten()[level.exists]
-        return levels
+        return place, levels, self.healthy
+
+    def judge(self, place, draft_probs, healthy) -> Tensor:
+        """The second half: the target's pass, verification, and what is kept. Returns (3 + tree.size,) whether all went well, the
+        last accepted node, the token after it, and the nodes' tokens."""
+        self.healthy = healthy
+        self.agree(self.tokens)
+        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
+        def target_probs(nodes):
+            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
+        node, token = self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator,
+                                              self.static, self.observe)
+        node, token = self.agree(torch.cat([node, token])).split(1)
+        report = torch.cat([self.healthy, node, token, self.tokens[1:]])
+        self.keep(place, node, token)
+        return report
 
     def keep(self, place, node, token):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
@@ -942,7 +967,7 @@ HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, Min
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7  Where the weights are: packed for a CPU
+# 7  Where the weights are: packed for a CPU, streaming past a small device, shared out among processes
 
 
 class PackedLinear(nn.Module):
@@ -993,7 +1018,7 @@ def pack(model, rows: int = 16):
     saved, and must not be changed."""
     supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and (
         model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if supported and model.device.type == "cpu":
+    if supported and model.device.type == "cpu" and not hasattr(model, "stream"):
         model.requires_grad_(False)
         for parent, names in siblings(model):
             layers = [getattr(parent, name) for name in names]
@@ -1056,6 +1081,249 @@ def record(model):
 def _replay(traced, weights, *inputs):
     with torch.jit.optimized_execution(False):                           # else it optimises anew for every new shape
         return traced(*inputs, weights)
+
+
+# The rest of this section is for targets larger than the device. Their decoder layers *stream*: the weights of one are brought
+# into a buffer on the device while those before it compute, and others take their place. Or they are *sharded*: every process
+# that torchrun has started, a rank, holds its share of each layer.
+
+
+class Stream:
+    """Brings the weights of layers to the device in turn, round and round, ahead of their use. The n-th layer used, counted over
+    all passes, is number n % len(layers), and comes by way of buffer n % len(buffers).
+
+    layers: each one's parameters. copy(i, buffer) starts to copy layer i's weights into a buffer, after the copies started
+    before and after the work that the device has been given, which may still need what is there; it returns a function that
+    waits for it."""
+
+    def __init__(self, layers: list[list[nn.Parameter]], copy, device, buffers: int):
+        self.layers, self.copy, self.used, self.coming = layers, copy, 0, {}
+        size = max(map(flat_size, layers))
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
+        for parameters in layers:
+            self.point(parameters, self.buffers[0])                      # whatever it holds: for the shapes, and to own nothing
+
+    def point(self, parameters, buffer):
+        for parameter, view in zip(parameters, views(buffer, parameters)):
+            parameter.data = view
+
+    def fill(self):
+        """Starts to copy the layers that come next, into every buffer that is free."""
+        for n in range(self.used, self.used + len(self.buffers)):
+            if n not in self.coming:
+                self.coming[n] = self.copy(n % len(self.layers), self.buffers[n % len(self.buffers)])
+
+    def before(self, i: int, *_):
+        """Layer i is about to be used."""
+        if self.used % len(self.layers) != i:                            # a pass was broken off: begin again, with this layer
+            self.used, self.coming = self.used + (i - self.used) % len(self.layers), {}
+        self.fill()
+        coming, self.coming = self.coming, {}                            # should waiting fail, all is copied anew next time
+        coming.pop(self.used)()
+        self.coming = coming
+        self.point(self.layers[i], self.buffers[self.used % len(self.buffers)])
+
+    def after(self, i: int, *_):
+        """Layer i has been used, and its buffer is free."""
+        self.used += 1
+        self.fill()
+
+
+def flat_size(parameters) -> int:
+    """The bytes of a layer in one piece, each weight at a multiple of 256."""
+    return sum(-(-parameter.nbytes // 256) * 256 for parameter in parameters)
+
+
+def views(flat: Tensor, parameters) -> list[Tensor]:
+    """A layer's weights as views of the piece that holds them, (bytes,) uint8."""
+    pieces = flat[: flat_size(parameters)].split([flat_size([parameter]) for parameter in parameters])
+    return [piece[: p.nbytes].view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters)]
+
+
+@torch.no_grad()
+def offload(model, device, resident: int | str = "auto", buffers: int = 2):
+    """Moves a model to the device, all but its decoder layers: their weights stay in host memory and stream from there, pass
+    after pass. Changes the model in place and returns it.
+
+    resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
+    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
+    Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
+    device, pieces, pinned = find_device(device), [], True
+    _, layers, resident = streaming_layers(model, device, resident, buffers)
+    for layer in layers[resident:]:
+        parameters = list(layer.parameters())
+        pieces.append(piece := torch.empty(flat_size(parameters), dtype=torch.uint8))
+        pinned = pinned and device.type == "cuda" and pin(piece)
+        for parameter, view in zip(parameters, views(piece, parameters)):
+            parameter.data = view.copy_(parameter)
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+
+        def copy(i, buffer):
+            stream.wait_stream(torch.cuda.current_stream(device))        # the layer that used this buffer has been computed
+            with torch.cuda.stream(stream):
+                buffer[: len(pieces[i])].copy_(pieces[i], non_blocking=True)
+                copied = stream.record_event()
+            return lambda: torch.cuda.current_stream(device).wait_event(copied)
+    else:
+        thread = ThreadPoolExecutor(max_workers=1)                       # so that it can be tried out anywhere
+        copy = lambda i, buffer: thread.submit(buffer[: len(pieces[i])].copy_, pieces[i]).result
+    return start_stream(model, layers[resident:], copy, device, buffers)
+
+
+def pin(memory: Tensor) -> bool:
+    """Pins host memory, so that a GPU reads it by itself while it computes. Returns whether that could be done."""
+    if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        warnings.warn(f"no more host memory can be pinned (CUDA error {error}), so copies are slower")
+    return not error
+
+
+@torch.no_grad()
+def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
+    """Loads a model from a folder or hub name, its decoder layers to stream: to a GPU from host memory, on a CPU from its
+    safetensors files, so that it may be larger than all memory. Weights stored in another dtype are converted as they are
+    read. The other arguments are `offload`'s. Raises ValueError for files that do not have the model's weights."""
+    if (device := find_device(device)).type == "cuda":
+        return offload(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), device, resident, buffers)
+    with torch.device("meta"):                                           # shapes and names, no values
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=dtype)
+    if generation := cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        model.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
+    path, layers, resident = streaming_layers(model, device, resident, buffers)
+    streaming = {f"{path}.{i}.{key}" for i in range(resident, len(layers)) for key, _ in layers[i].named_parameters()}
+    known, names = model.state_dict(keep_vars=True), {}
+    renamed = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+    stored = {rename_source_key(key, renamed, [], model.base_model_prefix, known)[0]: place
+              for key, place in stored_tensors(name).items()}
+    for key, tensor in known.items():                                    # a tied weight has several names, and one is stored
+        names.setdefault(tensor, []).append(key)
+    for buffer in model.buffers():
+        if buffer not in names:                                          # in no file: computed, as transformers does
+            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=device))
+    model.initialize_weights()
+    state, sources = {}, {}
+    for tensor, keys in names.items():
+        found = next((stored[key] for key in keys if key in stored), None)
+        if found is None or found.shape != tensor.shape:
+            raise ValueError(f"the files of {name} have {found and list(found.shape)} for {keys[0]}, which in the model is "
+                             f"{list(tensor.shape)}; only what is stored just as the model has it can stream from disk")
+        sources[keys[0]] = found
+        empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)                         # takes no memory
+        state.update(dict.fromkeys(keys, empty if keys[0] in streaming else found.read(torch.empty_like(empty))))
+    model.load_state_dict(state, strict=False, assign=True)
+    places = [[sources[f"{path}.{i}.{key}"] for key, _ in layers[i].named_parameters()] for i in range(resident, len(layers))]
+    parameters = [list(layer.parameters()) for layer in layers[resident:]]
+
+    def read(i, buffer):
+        for place, view in zip(places[i], views(buffer, parameters[i])):
+            place.read(view)
+    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where the layer is waited for
+    return start_stream(model, layers[resident:], lambda i, buffer: thread.submit(read, i, buffer).result, device, buffers)
+
+
+def streaming_layers(model, device, resident, buffers) -> tuple[str, nn.ModuleList, int]:
+    """The model's decoder layers, their name, and how many of them are to stay on the device."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers stream to a cpu or cuda device, not to {device}")
+    if hasattr(model, "recording") or hasattr(model, "stream"):
+        raise ValueError("a packed or offloaded model cannot be offloaded; load it anew")
+    _at_least_one(buffers=buffers)
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    path, layers = next(((path, module) for path, module in model.named_modules()
+                         if isinstance(module, nn.ModuleList) and len(module) == count), (None, None))
+    if layers is None:
+        raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers that could be offloaded")
+    if resident == "auto":
+        free = 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0      # the rest: caches, activations
+        sizes = [flat_size(layer.parameters()) for layer in layers]
+        others = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
+        resident = max(0, int((free - others) / max(sizes)) - buffers)
+    if not isinstance(resident, int) or resident < 0:
+        raise ValueError(f"resident must be auto or a number of layers, got {resident!r}")
+    return path, layers, resident
+
+
+def start_stream(model, layers, copy, device, buffers):
+    """Hooks the layers that stream, and moves all else."""
+    if len(layers):
+        model.stream = Stream([list(layer.parameters()) for layer in layers], copy, device, buffers)
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(model.stream.before, i))
+        layer.register_forward_hook(functools.partial(model.stream.after, i))
+    return model.to(device).eval().requires_grad_(False)
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file. It is read, not mapped, so that what was read does not stay in this process's memory."""
+    path: str
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def read(self, into: Tensor) -> Tensor:
+        """Fills a tensor of this shape with the values, and returns it."""
+        as_stored = into if into.dtype == self.dtype else torch.empty(self.shape, dtype=self.dtype)
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(as_stored.reshape(-1).view(torch.uint8).numpy()) < as_stored.nbytes:
+                raise ValueError(f"{self.path} is cut short: it ends before byte {self.start + as_stored.nbytes}")
+        return into if into is as_stored else into.copy_(as_stored)
+
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+                 "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def stored_tensors(name: str) -> dict[str, Stored]:
+    """What a model's safetensors files hold, by name. A file begins with the length of its header, 8 bytes, and the header,
+    JSON with each tensor's dtype, shape and place among the bytes that follow."""
+    if single := cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False):
+        paths = [single]
+    else:
+        index = json.loads(Path(cached_file(name, "model.safetensors.index.json")).read_text())
+        paths = [cached_file(name, file) for file in sorted(set(index["weight_map"].values()))]
+    stored = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            size, length = os.path.getsize(path), int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= size - 8 else {"all": {"data_offsets": [0, size]}}
+        header.pop("__metadata__", None)
+        if (end := 8 + length + max(entry["data_offsets"][1] for entry in header.values())) > size:
+            raise ValueError(f"{path} is cut short or no safetensors file: it has {size} bytes of {end}")
+        for key, entry in header.items():
+            if entry["dtype"] in STORED_DTYPES:
+                start = 8 + length + entry["data_offsets"][0]
+                stored[key] = Stored(path, start, STORED_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return stored
+
+
+def find_device(name) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:                      # an AssertionError where torch has no CUDA at all
+        raise ValueError(f"there is no device {name}: {str(error).splitlines()[0]}") from error
+
+
+def join_ranks(device: str) -> str:
+    """Where torchrun has started several processes, this one joins the others. Returns the device that is its own."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if device.startswith("cuda"):
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(minutes=10))
+    find_device(device)
+    return device
+
+
+def load_sharded(name: str, dtype: torch.dtype):
+    """This rank's share of a model, by transformers' tensor parallelism. Raises ValueError where heads cannot be shared out."""
+    ranks, config = torch.distributed.get_world_size(), AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+    for kind in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, kind, None) or 0) % ranks:
+            raise ValueError(f"{name} has {getattr(config, kind)} {kind}, which {ranks} ranks cannot share evenly")
+    parallel = DistributedConfig(tp_size=ranks)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, distributed_config=parallel)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1133,33 +1401,33 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
     times that noise has made fall with the size are raised."""
     wait = torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
-    start, target, draft = time.perf_counter(), {}, {}
+    start, target, draft = decoder.clock(), {}, {}
 
     def measure(size):
         tree = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length()))
         decoder.plant(tree)
-        grow, draft_probs = lambda: decoder.grow(decoder.place()), []
-        judge = lambda: decoder.judge(decoder.place(), draft_probs)
+        grow, judge, halves = decoder.grow, decoder.judge, []
         if decoder.static and decoder.cuda_graph:
-            (grow_graph, draft_probs), (judge_graph, _) = decoder.capture(grow), decoder.capture(judge)
-            grow, judge = grow_graph.replay, judge_graph.replay
-        halves = []
+            growth, grown = decoder.capture(grow)
+            grow = lambda: growth.replay() or grown
+            if decoder.whole:
+                judgement, _ = decoder.capture(lambda: decoder.judge(*grown))
+                judge = lambda *_: judgement.replay()
         while len(halves) < 3 or len(halves) < 16 and np.sum(halves) < 0.1:
             with decoder.rehearsal():
                 wait()
-                begun = time.perf_counter()
-                draft_probs = grow() or draft_probs
+                begun, done = decoder.clock(), grow()
                 wait()
-                grown = time.perf_counter()
-                judge()
+                half = decoder.clock()
+                judge(*done)
                 wait()
-            halves.append((grown - begun, time.perf_counter() - grown))
+            halves.append((half - begun, decoder.clock() - half))
         grow_seconds, target[size] = np.median(halves[1:], axis=0).tolist()
         if size > 1:
             draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
 
     def in_time():
-        return time.perf_counter() - start < budget
+        return decoder.clock() - start < budget
 
     for size in (1, 8, 32):
         measure(size)
@@ -1271,6 +1539,7 @@ class Planner:
                 self.acceptance.tried, self.acceptance.accepted = counts
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"the plan in {self.file} cannot be used and is measured anew: {type(error).__name__} {error}")
+        self.latency, self.acceptance = decoder.agree((self.latency, self.acceptance))
         if self.latency is None:
             start = time.perf_counter()
             self.latency = measure_latency(decoder)
@@ -1396,6 +1665,7 @@ def parse_tree(spec) -> "Tree | str":
 # 10  The command line
 
 
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))     # of torchrun
 TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 
@@ -1430,6 +1700,9 @@ def arguments(argv=None):
     add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
+    add("--offload", action="store_true", help="stream the target's layers: to a GPU from host memory, on a CPU from disk")
+    add("--offload-buffers", type=int, default=2, metavar="N", help="layers on the device at a time (2)")
+    add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit, on a CPU 0)")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
     add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
@@ -1442,6 +1715,12 @@ def arguments(argv=None):
     for name in ("top_p", "min_p"):
         if (value := getattr(args, name)) is not None and not 0 < value <= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}")
+    if args.offload_resident.isdigit():
+        args.offload_resident = int(args.offload_resident)
+    if args.compare and (args.offload or RANKS > 1):
+        raise ValueError("--compare needs the whole target on one device; leave out --offload and torchrun, or --compare")
+    if args.offload and RANKS > 1:
+        raise ValueError("--offload is for one process; under torchrun the target is shared out instead")
     parse_tree(args.tree)
     return args
 
@@ -1464,20 +1743,27 @@ def read_prompt(args, tokenizer) -> Tensor:
     return ids.to(args.device)
 
 
-def load(name: str, args, say, packed: bool = True):
-    """A model in evaluation mode on the chosen device; on a CPU its weights packed."""
+def load(name: str, args, say, packed: bool = True, large: bool = False):
+    """A model in evaluation mode on the chosen device; on a CPU its weights packed. A large one is offloaded, or shared out
+    among torchrun's ranks, if that is asked for."""
     say(f"loading {name}")
     dtype = args.dtype or ("bfloat16" if args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32")
     try:
         config = AutoConfig.from_pretrained(name)
         if config.is_encoder_decoder:
             raise ValueError(f"{name} is an encoder-decoder model; trees of tokens need a decoder-only model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).to(args.device).eval()
+        dtype = getattr(torch, dtype)
+        if large and args.offload:
+            model = load_offloaded(name, dtype, args.device, args.offload_resident, args.offload_buffers)
+        elif large and RANKS > 1:
+            model = load_sharded(name, dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(args.device).eval()
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {name}: {reason} (no network, a gated repository, or a wrong name?)") from error
     check_model(model)
-    return pack(model) if packed else model
+    return pack(model) if packed and not (large and RANKS > 1) else model
 
 
 def load_tokenizer(args, say=lambda text: None):
@@ -1558,10 +1844,19 @@ class Printer:
 def main(argv=None) -> int:
     """Returns the exit code: 0, 2 for what was asked wrongly, 130 after Ctrl-C."""
     try:
-        return run(arguments(argv))
+        with contextlib.redirect_stdout(open(os.devnull, "w") if RANK else sys.stdout):
+            code = run(arguments(argv))
+        if RANKS > 1:
+            torch.distributed.destroy_process_group()
+        return code
     except (ValueError, OSError) as error:
         print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if RANKS == 1:
+            raise
+        print(f"sequoia.py: rank {RANK} cannot go on (has another ended?): {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
 
 
 def run(args) -> int:
@@ -1570,11 +1865,12 @@ def run(args) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)         # a hub out of reach is one line of ours, at the end
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    say = (lambda text: None) if args.json else functools.partial(print, file=sys.stderr, flush=True)
+    args.device = join_ranks(args.device)
+    say = (lambda text: None) if args.json or RANK else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
-    target = load(args.target, args, say)
-    draft = load(args.draft, args, say) if args.tree != "none" else None
+    draft = load(args.draft, args, say) if args.tree != "none" else None         # first: what it leaves free is the target's
+    target = load(args.target, args, say, large=True)
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {room + ids.shape[1]}; shorten it")

@@ -5,23 +5,28 @@ false alarm from any of them has a chance below 1e-6.
 """
 import argparse
 import collections
+import copy
 import dataclasses
 import doctest
 import functools
+import gc
 import heapq
 import json
 import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from hypothesis import assume, given, settings
@@ -1206,6 +1211,314 @@ def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     assert sequoia.pack(model).recording.func is sequoia.CachedModel.run
     llama = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["llama"]()).eval()
     assert sequoia.pack(llama).recording.func is not sequoia.CachedModel.run
+
+
+DEEP = dict(GQA, num_hidden_layers=5)
+STREAMED = {                                    # what may go wrong: tied weights, biases, windows, buffers, layers that differ
+    "llama": lambda: transformers.LlamaConfig(**DEEP),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**dict(SMALL, num_hidden_layers=5)),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**DEEP, head_dim=8, sliding_window=12, sliding_window_pattern=3),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=5, n_head=4, n_positions=256, bos_token_id=1,
+                                            eos_token_id=None, pad_token_id=0),
+}
+
+
+def both_texts(target, draft):
+    """One greedy and one sampled."""
+    return [sequoia.generate(target, draft, prompt_of(30), max_new_tokens=20, do_sample=do_sample, tree="9x4",
+                             generator=torch.Generator().manual_seed(0)).tolist() for do_sample in (False, True)]
+
+
+def streamed_case(name, folder, **kwargs):
+    """A draft, a function that loads its target anew in one of two ways, and the texts of the target as it is."""
+    target, draft = make_pair(STREAMED[name]())
+    target.save_pretrained(folder, **kwargs)
+
+    def load(source, resident=0, buffers=2):
+        if source == "disk":
+            return sequoia.load_offloaded(folder, torch.float32, "cpu", resident, buffers)
+        return sequoia.offload(copy.deepcopy(target), "cpu", resident, buffers)
+    return draft, load, both_texts(target, draft)
+
+
+class Early:
+    """A thread that has done each job as soon as it is given: what is overwritten too early is overwritten."""
+
+    def __init__(self, max_workers):
+        pass
+
+    def submit(self, function, *arguments):
+        result = function(*arguments)
+        return SimpleNamespace(result=lambda: result)
+
+
+class Late:
+    """A thread that does nothing before it is waited for: what is used too early is not there."""
+
+    def __init__(self, max_workers):
+        self.jobs = []
+
+    def submit(self, function, *arguments):
+        job = functools.partial(function, *arguments)
+        self.jobs.append(job)
+
+        def result():
+            while job in self.jobs:
+                self.jobs.pop(0)()
+        return SimpleNamespace(result=result)
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+@pytest.mark.parametrize("name", STREAMED)
+def test_offloaded_output_equals_resident_output(name, source, tmp_path, monkeypatch):
+    """Greedy and sampled, for numbers of streaming layers (5, 3, 1) that the buffers do not divide, and none."""
+    draft, load, texts = streamed_case(name, tmp_path)
+    for thread in (Early, Late):
+        monkeypatch.setattr(sequoia, "ThreadPoolExecutor", thread)
+        for resident, buffers in ((0, 2), (2, 2), (4, 3), (5, 2)):
+            model = load(source, resident, buffers)
+            assert both_texts(model, draft) == texts
+            assert hasattr(model, "stream") == (resident < 5) and sequoia.pack(model) is model
+            assert model.get_input_embeddings().weight.numel() and (model.device.type, model.dtype) == ("cpu", torch.float32)
+    monkeypatch.undo()
+    model = load(source)
+    assert both_texts(model, draft) == texts
+    assert torch.equal(model.generate(prompt_of(30), max_new_tokens=20, do_sample=False), torch.tensor(texts[0]))
+
+
+def test_two_models_stream_at_once(tmp_path):
+    _, load, _ = streamed_case("gpt2", tmp_path)
+    target, draft = make_pair(STREAMED["llama"]())
+    texts = both_texts(target, draft), both_texts(target, load("memory", 5))
+    sequoia.offload(target, "cpu"), sequoia.offload(draft, "cpu", resident=1, buffers=3)
+    assert (both_texts(target, draft), both_texts(target, load("disk"))) == texts
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+@torch.no_grad()
+def test_after_a_pass_broken_off_the_next_is_right(source, tmp_path):
+    """Broken off before, in and after every layer, and while one is waited for."""
+    draft, load, _ = streamed_case("llama", tmp_path)
+    model, prompt = load(source, buffers=3), prompt_of(30)
+    expected = load(source, resident=5)(prompt).logits
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    for layer in model.model.layers:
+        for place in (layer, layer.mlp):
+            for register in (place.register_forward_pre_hook, place.register_forward_hook):
+                with register(interrupt), pytest.raises(KeyboardInterrupt):
+                    model(prompt)
+                assert torch.equal(model(prompt).logits, expected)
+    start = model.stream.copy
+    for n in range(12):
+        lost = iter([False] * n + [True])
+
+        def losing(i, buffer):
+            wait = start(i, buffer)
+            return lambda: interrupt() if next(lost, False) else wait()
+        model.stream.copy = losing
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(5):
+                model(prompt)
+        assert torch.equal(model(prompt).logits, expected)
+
+
+@torch.no_grad()
+def test_memory_is_bounded_by_the_buffers(tmp_path):
+    """All tensors alive in any layer together: what is resident, the buffers, and less than one layer more."""
+    model, _ = make_pair(transformers.LlamaConfig(**dict(DEEP, hidden_size=128, intermediate_size=512, num_hidden_layers=8)))
+    model.save_pretrained(tmp_path, max_shard_size="2MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    resident, expected = sum(p.nbytes for p in model.parameters()) - 8 * layer, model(prompt_of(5)).logits
+    del model
+
+    def alive():
+        storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
+    gc.collect()
+    before = alive()
+    for buffers in (1, 3):
+        model, seen = sequoia.load_offloaded(tmp_path, torch.float32, "cpu", buffers=buffers), []
+        for module in model.model.layers:
+            module.mlp.register_forward_hook(lambda *_: seen.append(alive() - before))
+        assert torch.equal(model(prompt_of(5)).logits, expected)
+        assert len(seen) == 8 and buffers * layer < max(seen) < resident + (buffers + 1) * layer
+        del model
+        gc.collect()
+
+
+@torch.no_grad()
+def test_weights_are_found_under_other_names_and_converted(tmp_path):
+    """A tied weight by its other name, names without the base model's prefix, another dtype: as transformers loads them."""
+    for name, rename in (("gpt2", {"transformer.wte.weight": "lm_head.weight"}), ("gpt2", "transformer."), ("gpt-neox", {})):
+        make_pair(STREAMED[name]())[0].bfloat16().save_pretrained(tmp_path)
+        tensors, metadata = safetensors.torch.load_file(tmp_path / "model.safetensors"), {"format": "pt"}
+        named = {rename.get(key, key) if isinstance(rename, dict) else key.removeprefix(rename): x for key, x in tensors.items()}
+        safetensors.torch.save_file(named, tmp_path / "model.safetensors", metadata)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        model = sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
+        assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert torch.equal(model(prompt_of(30)).logits, expected(prompt_of(30)).logits)
+
+
+def test_tied_layers_do_not_stream(tmp_path):
+    target, draft = make_pair(STREAMED["llama"]())
+    target.model.layers[3].mlp.up_proj.weight = target.model.layers[1].mlp.up_proj.weight
+    texts = both_texts(target, draft)
+    assert both_texts(sequoia.offload(target, "cpu"), draft) == texts
+
+
+@torch.no_grad()
+def test_a_file_that_changes_while_decoding_is_an_error_and_not_a_hang(tmp_path):
+    draft, load, texts = streamed_case("llama", tmp_path)
+    path, model = tmp_path / "model.safetensors", load("disk")
+    content = path.read_bytes()
+    for damage, message in ((path.unlink, "model.safetensors"), (lambda: os.truncate(path, len(content) // 2), "cut short")):
+        damage()
+        for _ in range(2):
+            with pytest.raises((ValueError, OSError), match=message):
+                both_texts(model, draft)
+        path.write_bytes(content)
+        assert both_texts(model, draft) == texts
+
+
+def test_the_command_line_streams_and_reports_a_file_cut_short(capsys, monkeypatch, tmp_path):
+    for file in (TINY / "target").iterdir():
+        shutil.copy(file, tmp_path)
+    arguments = ("--target", str(tmp_path), "--max-new-tokens", "12", "--tree", "16x5", "--json")
+    expected = json.loads(run_main(capsys, *arguments)[1])
+    offload = ("--offload", "--offload-buffers", "3", "--offload-resident", "1")
+    assert json.loads(run_main(capsys, *arguments, *offload)[1])["token_ids"] == expected["token_ids"]
+    step, path = sequoia.Decoder.step, next(tmp_path.glob("*.safetensors"))
+
+    def cut(self):
+        os.truncate(path, path.stat().st_size // 2)
+        return step(self)
+    monkeypatch.setattr(sequoia.Decoder, "step", cut)
+    for _ in range(2):                                                   # in the midst of decoding, then from the start
+        code, out, err = run_main(capsys, *arguments, *offload)
+        last = err.strip().splitlines()[-1]
+        assert code == 2 and "cut short" in last and last.startswith("sequoia.py: ") and "Traceback" not in err
+    code, _, err = run_main(capsys, "--device", "banana", "--offload")
+    assert code == 2 and "banana" in err and "Traceback" not in err
+
+
+def test_what_cannot_be_offloaded_is_an_error(tmp_path):
+    target, _ = make_pair(STREAMED["llama"]())
+    for arguments, message in ((("banana",), "no device banana"), (("meta",), "cpu or cuda"), (("cpu", -1), "resident"),
+                               (("cpu", "all"), "resident"), (("cpu", 0, 0), "buffers")):
+        with pytest.raises(ValueError, match=message):
+            sequoia.offload(target, *arguments)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no device cuda"):
+            sequoia.offload(target, "cuda")
+    target.save_pretrained(tmp_path)
+    for model in (sequoia.pack(copy.deepcopy(target)), sequoia.offload(copy.deepcopy(target), "cpu")):
+        with pytest.raises(ValueError, match="packed or offloaded"):
+            sequoia.offload(model, "cpu")
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    lost = tensors.pop("model.layers.2.mlp.up_proj.weight")
+    for present in ({}, {"model.layers.2.mlp.up_proj.weight": lost[:-1].clone()}):
+        safetensors.torch.save_file({**tensors, **present}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="model.layers.2.mlp.up_proj.weight"):
+            sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
+    for damaged in (b"", b"short", b"x" * 1000, (tmp_path / "model.safetensors").read_bytes()[:-1]):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match="cut short"):
+            sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_without_memory_to_pin_it_falls_back_and_says_so(monkeypatch, error):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *arguments: error))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert sequoia.pin(torch.zeros(8)) == (error == 0)
+    assert ["pinned" in str(one.message) for one in warned] == [True] * (error > 0)
+
+
+def test_growing_by_a_graph_and_the_rest_without_is_the_same_step(llama):
+    """As on a GPU where the target streams: a replay fills in what growing returned when it was captured."""
+    texts = []
+    for by_graph in (False, True):
+        decoder = decoder_for(*llama, prompt_of(30))
+        decoder.static, decoder.whole, text = True, False, []
+        with torch.no_grad():
+            decoder.plant(optimal_tree([0.5, 0.2, 0.1], 14, 5))
+            if by_graph:
+                random, tokens = decoder.generator.get_state(), decoder.tokens.clone()
+                recorded = decoder.recorded = decoder.grow()
+                decoder.generator.set_state(random), decoder.tokens.copy_(tokens)
+
+                def replay():
+                    for old, new in zip((*recorded[0], recorded[1]), (lambda grown: (*grown[0], grown[1]))(decoder.grow())):
+                        old.copy_(new)
+                    decoder.healthy = None
+                decoder.graph = SimpleNamespace(replay=replay)
+            while len(text) < 40:
+                text += decoder.step().tokens
+        texts.append(text[:40])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", STREAMED)
+def test_offloaded_output_equals_resident_output_on_cuda(name, tmp_path):
+    target, draft = make_pair(STREAMED[name]())
+    target.save_pretrained(tmp_path)
+    target.cuda(), draft.cuda()
+
+    def texts(model):
+        return [sequoia.generate(model, draft, prompt_of(30).cuda(), max_new_tokens=40, do_sample=do_sample, tree="9x4",
+                                 generator=torch.Generator("cuda").manual_seed(0)).tolist() for do_sample in (False, True)]
+    expected = texts(target)
+    for resident, buffers in ((0, 2), (1, 3), (0, 1), ("auto", 2)):
+        assert texts(sequoia.load_offloaded(tmp_path, torch.float32, "cuda", resident, buffers)) == expected
+
+
+RANKS = """
+import os, sys, sequoia
+arguments = sys.argv[1:]
+for temperature in ("0", "0.6"):
+    assert sequoia.main([*arguments, "--temperature", temperature, "--json"]) == 0
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+step, calls = sequoia.Decoder.step, []
+def dying(self):
+    calls.append(1)
+    if len(calls) == 3 and sequoia.RANK == 1:
+        os._exit(7)
+    return step(self)
+sequoia.Decoder.step = dying
+sys.exit(sequoia.main(arguments))
+"""
+
+
+def test_two_ranks_take_one_processs_tokens_and_one_that_dies_ends_the_other(capsys):
+    """Over gloo; greedy, then sampled by a tree that rank 0 has planned, then with a rank that dies in its third step."""
+    pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs it")
+    arguments = ("--max-new-tokens", "24", "--dtype", "float32", "--tree", "16x5")
+    expected = [json.loads(run_main(capsys, *arguments, "--temperature", t, "--json")[1])["token_ids"] for t in ("0", "0.6")]
+    ranks = [subprocess.Popen(
+        [sys.executable, "-c", RANKS, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=Path(sequoia.__file__).parent, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                                                "MASTER_ADDR": "localhost", "MASTER_PORT": "29731", "OMP_NUM_THREADS": "1"})
+        for rank in range(2)]
+    (out, err), (silence, _) = (rank.communicate(timeout=120) for rank in ranks)
+    texts = [json.loads(line)["token_ids"] for line in out.splitlines() if line.startswith("{")]
+    assert texts == expected and silence == ""
+    assert [rank.returncode for rank in ranks] == [1, 7]
+    assert err.strip().splitlines()[-1].startswith("sequoia.py: rank 0 cannot go on") and "Traceback" not in err
+
+
+def test_heads_that_ranks_cannot_share_are_an_error(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(ValueError, match="4 num_attention_heads, which 3 ranks"):
+        sequoia.load_sharded(str(TINY / "target"), torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
