@@ -5,6 +5,7 @@
     python bench.py scaling         # tokens per step by tree size, in real decoding                        section 5.2
     python bench.py speed           # side by side with transformers: tokens per step, ms per token             Table 1
     python bench.py planner         # the planner's promises against what was achieved                        section 4
+    python bench.py offload         # a target that streams from host memory or disk                          Table 2
     python bench.py all --quick     # everything, in under ten minutes on two cores
 
 `speed --synthetic 7b-68m` needs no weights: it makes a pair of the paper's shapes, with its acceptance, on the spot.
@@ -18,12 +19,15 @@ import argparse
 import contextlib
 import copy
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
+import math
 import os
 import re
+import resource
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -32,6 +36,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from tqdm import tqdm
@@ -635,9 +640,9 @@ SHARPNESS = 6.0      # the standard deviation of the logits: distributions about
 class SyntheticPair(Pair):
     """Two random Llama models with a common core."""
 
-    def __init__(self, target: str, draft: str, device: str, dtype: torch.dtype):
-        super().__init__(*(random_llama(SHAPES[name], device, dtype) for name in (target, draft)))
-        self.core, head = torch.randn(2, SHAPES[draft][-1], SHAPES[draft][0], device=device)               # (V, hidden)
+    def __init__(self, target, draft):
+        super().__init__(target, draft)
+        self.core, head = torch.randn(2, draft.config.vocab_size, draft.config.hidden_size, device=draft.device)
         for model in (self.target, self.draft):
             model.get_input_embeddings().weight.data.zero_()
             model.get_output_embeddings().weight.data.zero_()[:, : head.shape[1]] = head
@@ -683,13 +688,16 @@ class SyntheticPair(Pair):
         return sequoia.measure_acceptance(P, Q, sequoia.METHODS[method], children=32, acceptance=seen).rates()
 
 
-def random_llama(shape, device: str, dtype: torch.dtype):
+def llama_config(shape):
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = shape
-    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, head_dim=head_dim,
-                         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                         max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=hidden**-0.5)
+    return LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, head_dim=head_dim,
+                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                       max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=hidden**-0.5)
+
+
+def random_llama(shape, device: str, dtype: torch.dtype):
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(3)                     # attention to few tokens, as in trained models
     return model
@@ -699,7 +707,7 @@ def synthetic_speed(args):
     """Where a step's time goes at full scale, and how near it is to the memory's speed."""
     target, draft, by_temperature = SYNTHETIC[args.synthetic]
     torch.manual_seed(args.seed)
-    pair = SyntheticPair(target, draft, args.device, getattr(torch, args.dtype))
+    pair = SyntheticPair(*(random_llama(SHAPES[name], args.device, getattr(torch, args.dtype)) for name in (target, draft)))
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
     weights, rows, splits = bytes_read(pair.target), [], []
     floor = 1e3 * read_seconds(weights, args.device)
@@ -856,10 +864,119 @@ def planner(args):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 10  The command line
+# 10  offload: a target that streams (section 5.1, Table 2)
 
 
-COMMANDS = {command.__name__: command for command in (trees, verification, scaling, speed, planner)}
+def offload(args):
+    """Seconds per step and per token of a target that streams, from host memory to a GPU or from disk to a CPU."""
+    started, dtype, rows = peak_memory(args.device), getattr(torch, args.dtype), []
+    torch.manual_seed(args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        size, draft = write_llama(Path(folder), args)
+        before = peak_memory(args.device)
+        pair = StreamingPair(sequoia.load_offloaded(folder, dtype, args.device, args.resident, args.buffers),
+                             random_llama(draft, args.device, dtype))
+        pair.set_share(args.share)
+        streamed = sum(weights[-1].stop for weights in pair.target.stream.layers)
+        bandwidth = streamed / copy_seconds(pair.target.stream)
+        layers, resident = pair.target.config.num_hidden_layers, len(pair.target.stream.layers)
+        print(f"\n{describe(pair)}. A target of {size / 1e9:.2f} GB: {resident} of {layers} layers, {streamed / 1e9:.2f} GB, stream "
+              f"in every pass, through {args.buffers} buffers; copying alone does {bandwidth / 1e9:.2f} GB/s.", flush=True)
+        prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(args.count)]
+        for temperature in args.temperatures or [0.6]:
+            for tree in progress(["none", "sequences:5x8", "sequences:16x48", "auto"], named(temperature)):
+                method = "specinfer" if tree.startswith("sequences") else "sequoia"
+                run, tokens = ours(pair, temperature, tree, method), args.new_tokens // (4 if tree == "none" else 1)
+                if tree == "auto":
+                    run(prompts[0], 8)                                             # plans, which counts for no prompt
+                torch.manual_seed(args.seed)
+                runs = [run(prompt, tokens) for prompt in prompts]
+                step, yielded, planned = median(runs, "ms_per_step") / 1e3, tokens_per_step(runs), runs[-1].tree
+                rows.append({"tree": tree.removeprefix("sequences:"), "temperature": temperature,
+                             "nodes": planned.size, "levels": planned.depth, "tokens/step": yielded, "s/step": step,
+                             "s/token": step / yielded, "GB streamed": streamed / 1e9,
+                             "share of bandwidth": streamed / step / bandwidth})
+                plain = next(row for row in rows if row["temperature"] == temperature)
+                rows[-1]["x no tree"] = plain["s/token"] / rows[-1]["s/token"]
+                rows[-1]["conversion"] = rows[-1]["x no tree"] / yielded
+        memory = {"before": started, "peak": peak_memory(args.device), "target": size}
+        peer = accelerate_seconds(folder, dtype, prompts[0], args)
+    table(f"Steps of a target that streams; conversion: times no tree / tokens per step; {args.count} prompts", rows)
+    print(f"\nPeak memory {memory['peak'] / 1e9:.2f} GB, {started / 1e9:.2f} GB of it before there was a model "
+          f"({before / 1e9:.2f} with writing the target): {(memory['peak'] - started) / size:.2f} of the target's size.")
+    if peer:
+        print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / plain['s/token']:.2f} times no tree's.")
+    return {"device": describe(pair), "bandwidth": bandwidth, "measured": rows, "memory": memory, "accelerate": peer}
+
+
+class StreamingPair(SyntheticPair):
+    """A pair whose target streams: what the core changes, embedding, head and last norm, is resident."""
+
+    @functools.cached_property
+    def fast(self):
+        return self.target, super().fast[1] if self.draft.device.type == "cpu" else self.draft
+
+
+def write_llama(folder: Path, args) -> tuple[int, tuple]:
+    """Writes a random target of `--size-gb`, layer by layer: only one is in memory. Returns its bytes, and a draft's shape."""
+    dtype, wanted = getattr(torch, args.dtype), args.size_gb * 1e9
+    name, draft = ("33b", SHAPES["68m"]) if wanted > 2e10 else ("1b", (512, 1536, 1, 8, 8, 64, 4096))
+    shape = list(SHAPES[name])
+    shape[-1] = draft[-1]
+    with torch.device("meta"):
+        layer, rest = (sum(p.nbytes for p in AutoModelForCausalLM.from_config(llama_config(
+            (*shape[:2], layers, *shape[3:])), dtype=dtype).parameters()) for layers in (1, 0))
+        shape[2] = math.ceil((wanted - rest) / (layer - rest))
+        model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
+    parts = {f"layer-{i}": (f"model.layers.{i}.", part) for i, part in enumerate(model.model.layers)}
+    files, model.model.layers = {}, torch.nn.ModuleList()
+    for file, (prefix, part) in progress([*parts.items(), ("rest", ("", model))], "writing the target"):
+        tensors = {}
+        for key, like in part.state_dict().items():
+            scale = shape[0]**-0.5 * (3 if "q_proj" in key else 1)
+            random = torch.randn(like.shape, dtype=dtype, device=args.device) * scale if like.ndim > 1 else torch.ones(like.shape, dtype=dtype)
+            tensors[prefix + key] = random.cpu()
+        safetensors.torch.save_file(tensors, folder / f"{file}.safetensors", {"format": "pt"})
+        files.update(dict.fromkeys(tensors, f"{file}.safetensors"))
+    model.config.save_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")), draft
+
+
+def copy_seconds(stream) -> float:
+    """The least time in which a stream copies all its layers, with nothing else to do."""
+    def copy_all():
+        for wait in [stream.copy(i, stream.buffers[i % len(stream.buffers)]) for i in range(len(stream.layers))]:
+            wait()
+    seconds = min(timed(copy_all)[0] for _ in range(3))
+    stream.coming = [None] * len(stream.buffers)                            # what was in the buffers is overwritten
+    return seconds
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes in use so far: on a GPU of its memory, else of this process."""
+    if device == "cpu":
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return torch.cuda.max_memory_allocated()
+
+
+def accelerate_seconds(folder, dtype, prompt, args) -> float | None:
+    """Seconds per token of transformers' generate on the same files with accelerate's cpu_offload, if it is installed."""
+    if importlib.util.find_spec("accelerate") is None:
+        return None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    importlib.import_module("accelerate").cpu_offload(model, execution_device=torch.device(args.device))
+    stamps = []
+    with model.register_forward_hook(lambda *_: (synchronise(), stamps.append(time.perf_counter()))):
+        model.generate(prompt, **sampling(prompt, 0.0, 6), eos_token_id=None, pad_token_id=0)
+    return step_time(stamps) / 1e3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 11  The command line
+
+
+COMMANDS = {command.__name__: command for command in (trees, verification, scaling, speed, planner, offload)}
 
 
 def arguments():
@@ -881,7 +998,13 @@ def arguments():
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--sweep", action="store_true", help="speed: also k sequences of length L, over a grid of both")
     add("--synthetic", choices=SYNTHETIC, help="speed: a pair of these shapes, random, with the paper's acceptance")
+    add("--size-gb", type=float, metavar="GB", help="offload: of the target's weights (2; 0.3 with --quick)")
+    add("--buffers", type=int, default=2, metavar="N", help="offload: layers on the device at a time (2)")
+    add("--resident", default="auto", metavar="N", help="offload: layers that stay on the device (auto)")
+    add("--share", type=float, default=1.5, metavar="X", help="offload: how much target and draft have in common (1.5)")
     args = parser.parse_args()
+    args.resident = int(args.resident) if args.resident.isdigit() else args.resident
+    args.size_gb = args.size_gb or (0.3 if args.quick else 2)
     has_bfloat16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
     args.count = args.count or (3 if args.quick else 10)
