@@ -877,7 +877,7 @@ def offload(args):
         pair = StreamingPair(sequoia.load_offloaded(folder, dtype, args.device, args.resident, args.buffers),
                              random_llama(draft, args.device, dtype))
         pair.set_share(args.share)
-        streamed = sum(weights[-1].stop for weights in pair.target.stream.layers)
+        streamed = sum(map(sequoia.flat_size, pair.target.stream.layers))
         bandwidth = streamed / copy_seconds(pair.target.stream)
         layers, resident = pair.target.config.num_hidden_layers, len(pair.target.stream.layers)
         print(f"\n{describe(pair)}. A target of {size / 1e9:.2f} GB: {resident} of {layers} layers, {streamed / 1e9:.2f} GB, stream "
@@ -949,7 +949,7 @@ def copy_seconds(stream) -> float:
         for wait in [stream.copy(i, stream.buffers[i % len(stream.buffers)]) for i in range(len(stream.layers))]:
             wait()
     seconds = min(timed(copy_all)[0] for _ in range(3))
-    stream.coming = [None] * len(stream.buffers)                            # what was in the buffers is overwritten
+    stream.coming = {}                            # what was in the buffers is overwritten
     return seconds
 
 
