@@ -871,7 +871,8 @@ def offload(args):
     """Seconds per step and per token of a target that streams, from host memory to a GPU or from disk to a CPU."""
     started, dtype, rows = peak_memory(args.device), getattr(torch, args.dtype), []
     torch.manual_seed(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, \
+            mock.patch.object(sequoia.Stored, "read", read_cold) if args.cold else contextlib.nullcontext():
         size, draft = write_llama(Path(folder), args)
         before = peak_memory(args.device)
         pair = StreamingPair(sequoia.load_offloaded(folder, dtype, args.device, args.resident, args.buffers),
@@ -879,14 +880,16 @@ def offload(args):
         pair.set_share(args.share)
         streamed = sum(map(sequoia.flat_size, pair.target.stream.layers))
         bandwidth = streamed / copy_seconds(pair.target.stream)
-        layers, resident = pair.target.config.num_hidden_layers, len(pair.target.stream.layers)
-        print(f"\n{describe(pair)}. A target of {size / 1e9:.2f} GB: {resident} of {layers} layers, {streamed / 1e9:.2f} GB, stream "
-              f"in every pass, through {args.buffers} buffers; copying alone does {bandwidth / 1e9:.2f} GB/s.", flush=True)
-        prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(args.count)]
+        layers, streaming = pair.target.config.num_hidden_layers, len(pair.target.stream.layers)
+        print(f"\n{describe(pair)}. A target of {size / 1e9:.2f} GB: {streaming} of {layers} layers, {streamed / 1e9:.2f} GB, "
+              f"stream in every pass, through {args.buffers} buffers; copying alone does {bandwidth / 1e9:.2f} GB/s"
+              f"{', the cache of files not used' * args.cold}.", flush=True)
+        prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(min(2, args.count))]
         for temperature in args.temperatures or [0.6]:
             for tree in progress(["none", "sequences:5x8", "sequences:16x48", "auto"], named(temperature)):
                 method = "specinfer" if tree.startswith("sequences") else "sequoia"
-                run, tokens = ours(pair, temperature, tree, method), args.new_tokens // (4 if tree == "none" else 1)
+                run, tokens = ours(pair, temperature, tree, method), max(24, args.new_tokens)
+                tokens = max(8, tokens // 4) if tree in ("none", "sequences:16x48") else tokens      # their tokens are slow
                 if tree == "auto":
                     run(prompts[0], 8)                                             # plans, which counts for no prompt
                 torch.manual_seed(args.seed)
@@ -901,7 +904,7 @@ def offload(args):
                 rows[-1]["conversion"] = rows[-1]["x no tree"] / yielded
         memory = {"before": started, "peak": peak_memory(args.device), "target": size}
         peer = accelerate_seconds(folder, dtype, prompts[0], args)
-    table(f"Steps of a target that streams; conversion: times no tree / tokens per step; {args.count} prompts", rows)
+    table(f"Steps of a target that streams; conversion: times no tree / tokens per step; {len(prompts)} prompts", rows)
     print(f"\nPeak memory {memory['peak'] / 1e9:.2f} GB, {started / 1e9:.2f} GB of it before there was a model "
           f"({before / 1e9:.2f} with writing the target): {(memory['peak'] - started) / size:.2f} of the target's size.")
     if peer:
@@ -934,23 +937,34 @@ def write_llama(folder: Path, args) -> tuple[int, tuple]:
         tensors = {}
         for key, like in part.state_dict().items():
             scale = shape[0]**-0.5 * (3 if "q_proj" in key else 1)
-            random = torch.randn(like.shape, dtype=dtype, device=args.device) * scale if like.ndim > 1 else torch.ones(like.shape, dtype=dtype)
-            tensors[prefix + key] = random.cpu()
+            make = torch.randn if like.ndim > 1 else torch.ones
+            tensors[prefix + key] = make(like.shape, dtype=dtype, device=args.device).mul_(scale if like.ndim > 1 else 1).cpu()
         safetensors.torch.save_file(tensors, folder / f"{file}.safetensors", {"format": "pt"})
         files.update(dict.fromkeys(tensors, f"{file}.safetensors"))
     model.config.save_pretrained(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    os.sync()
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")), draft
 
 
 def copy_seconds(stream) -> float:
     """The least time in which a stream copies all its layers, with nothing else to do."""
     def copy_all():
-        for wait in [stream.copy(i, stream.buffers[i % len(stream.buffers)]) for i in range(len(stream.layers))]:
-            wait()
+        for i in range(len(stream.layers)):
+            wait = stream.copy(i, stream.buffers[i % len(stream.buffers)])      # the last one is there when all are
+        wait()
     seconds = min(timed(copy_all)[0] for _ in range(3))
     stream.coming = {}                            # what was in the buffers is overwritten
     return seconds
+
+
+def read_cold(stored, into, read=sequoia.Stored.read):
+    """Stored.read from the disk itself, as it is for a target larger than memory: what was read is dropped from the system's
+    cache of files."""
+    into = read(stored, into)
+    with open(stored.path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return into
 
 
 def peak_memory(device: str) -> int:
@@ -967,7 +981,7 @@ def accelerate_seconds(folder, dtype, prompt, args) -> float | None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     importlib.import_module("accelerate").cpu_offload(model, execution_device=torch.device(args.device))
     stamps = []
-    with model.register_forward_hook(lambda *_: (synchronise(), stamps.append(time.perf_counter()))):
+    with model.register_forward_hook(lambda *_: synchronise() or stamps.append(time.perf_counter())):
         model.generate(prompt, **sampling(prompt, 0.0, 6), eos_token_id=None, pad_token_id=0)
     return step_time(stamps) / 1e3
 
@@ -1001,7 +1015,8 @@ def arguments():
     add("--size-gb", type=float, metavar="GB", help="offload: of the target's weights (2; 0.3 with --quick)")
     add("--buffers", type=int, default=2, metavar="N", help="offload: layers on the device at a time (2)")
     add("--resident", default="auto", metavar="N", help="offload: layers that stay on the device (auto)")
-    add("--share", type=float, default=1.5, metavar="X", help="offload: how much target and draft have in common (1.5)")
+    add("--cold", action="store_true", help="offload: read from the disk itself, not from the system's cache of files")
+    add("--share", type=float, default=8.0, metavar="X", help="offload: how much target and draft have in common (8)")
     args = parser.parse_args()
     args.resident = int(args.resident) if args.resident.isdigit() else args.resident
     args.size_gb = args.size_gb or (0.3 if args.quick else 2)
