@@ -800,7 +800,7 @@ class Decoder:
             model.reserve(capacity)
         self.all_slots = torch.arange(capacity, device=self.base.device)
         stem_and_root = self.tokens[:2]
-        self.layout, self.frame, self.graph = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
+        self.layout, self.frame, self.prepared = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
         self.tokens = torch.cat([stem_and_root, stem_and_root.new_zeros(tree.size - 1)])                 # (frame.size,)
         self.fed = [level.nodes + 1 for level in self.layout.levels]     # what the draft is fed; with the root also the stem
         self.fed[:1] = [nn.functional.pad(fed, (1, 0)) for fed in self.fed[:1]]
@@ -855,21 +855,15 @@ class Decoder:
         return value
 
     def clock(self) -> float:
+        """Seconds, when the device has done what it was given; on all ranks rank 0's."""
+        if self.base.is_cuda:
+            torch.cuda.synchronize()
         return self.agree(time.perf_counter())
 
     def step(self) -> Step:
-        """Grow the tree, run the target over it, verify, keep the accepted path. On a GPU one CUDA graph does it all, or where
-        the host has a part in the target's pass (its layers stream, or ranks share it) only grows the tree."""
-        if self.graph is None and self.static and self.tokens.is_cuda and self.cuda_graph and (self.whole or self.fed):
-            try:
-                self.graph, self.recorded = self.capture(self.program if self.whole else self.grow)
-            except RuntimeError as error:
-                self.cuda_graph = False
-                warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
-        if self.graph:
-            self.graph.replay()
-        done = self.recorded if self.graph else self.grow()
-        report = (done if self.graph and self.whole else self.judge(*done)).tolist()     # the step's one copy to the host
+        """Grow the tree, run the target over it, verify, keep the accepted path."""
+        self.prepared = self.prepared or self.prepare()
+        report = self.prepared().tolist()                                        # the step's one copy to the host
         (healthy, node, token), tree = report[:3], self.layout.tree
         if not healthy:
             raise ValueError("the models gave NaN logits, or the processors left no token possible")
@@ -879,6 +873,14 @@ class Decoder:
             known = step.node_tokens[:1] + step.tokens[:-1]                      # the root; the last token is the next root
             self.history = torch.cat([self.history, self.tokens.new_tensor([known])], dim=1)
         return step
+
+    def prepare(self) -> Callable:
+        """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass (its
+        layers stream, or ranks share it) with one that grows the tree."""
+        if self.whole:
+            return self.captured(self.program)
+        grow = self.captured(self.grow)
+        return lambda: self.judge(*grow())
 
     def program(self) -> Tensor:
         """A step, but for what it means to the host. Where it is static its shapes are fixed and it never asks the host anything,
@@ -922,23 +924,28 @@ class Decoder:
         self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
         self.base += self.layout.depth[node][0] + 1
 
-    def capture(self, run):
-        """A CUDA graph of `run`, and what it returns. It is tried out first, on a side stream, and the state restored."""
+    def captured(self, run: Callable) -> Callable:
+        """`run` as a CUDA graph, where that can be. It is tried out first, on a side stream, and the state restored."""
+        if not (self.static and self.tokens.is_cuda and self.cuda_graph):
+            return run
         generator = self.generator or torch.cuda.default_generators[self.tokens.device.index or 0]
         random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with self.rehearsal():
-            try:
-                with torch.cuda.stream(side):
-                    for _ in range(2):
-                        run()
-            finally:
-                torch.cuda.current_stream().wait_stream(side)
-        generator.set_state(random)
-        if self.generator is not None:
-            graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, stream=side):
-            return graph, run()
+        try:
+            with self.rehearsal(), torch.cuda.stream(side):
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            generator.set_state(random)
+            if self.generator is not None:
+                graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph, stream=side):
+                result = run()
+        except RuntimeError as error:
+            self.cuda_graph = False
+            warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
+            return run
+        return lambda: graph.replay() or result
 
     @contextlib.contextmanager
     def rehearsal(self):
@@ -1397,32 +1404,21 @@ class Latency(NamedTuple):
 
 
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
-    """Times both halves of this decoder's steps, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
+    """Times this decoder's steps, and their first half alone, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
     up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
     times that noise has made fall with the size are raised."""
-    wait = torch.cuda.synchronize if decoder.base.is_cuda else lambda: None
     start, target, draft = decoder.clock(), {}, {}
 
     def measure(size):
-        tree = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length()))
+        tree, times = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length())), []
         decoder.plant(tree)
-        grow, judge, halves = decoder.grow, decoder.judge, []
-        if decoder.static and decoder.cuda_graph:
-            growth, grown = decoder.capture(grow)
-            grow = lambda: growth.replay() or grown
-            if decoder.whole:
-                judgement, _ = decoder.capture(lambda: decoder.judge(*grown))
-                judge = lambda *_: judgement.replay()
-        while len(halves) < 3 or len(halves) < 16 and np.sum(halves) < 0.1:
+        grow, step = decoder.captured(decoder.grow), decoder.prepare()
+        while len(times) < 3 or len(times) < 16 and np.sum(times) < 0.1:
             with decoder.rehearsal():
-                wait()
-                begun, done = decoder.clock(), grow()
-                wait()
-                half = decoder.clock()
-                judge(*done)
-                wait()
-            halves.append((half - begun, decoder.clock() - half))
-        grow_seconds, target[size] = np.median(halves[1:], axis=0).tolist()
+                begun, _, grown, _, done = decoder.clock(), grow(), decoder.clock(), step(), decoder.clock()
+            times.append((grown - begun, done - grown))
+        grow_seconds, step_seconds = np.median(times[1:], axis=0).tolist()
+        target[size] = max(step_seconds - grow_seconds, 1e-9)
         if size > 1:
             draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
 

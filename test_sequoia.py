@@ -1451,18 +1451,21 @@ def test_growing_by_a_graph_and_the_rest_without_is_the_same_step(llama):
         with torch.no_grad():
             decoder.plant(optimal_tree([0.5, 0.2, 0.1], 14, 5))
             if by_graph:
-                random, tokens = decoder.generator.get_state(), decoder.tokens.clone()
-                recorded = decoder.recorded = decoder.grow()
-                decoder.generator.set_state(random), decoder.tokens.copy_(tokens)
+                def captured(run):
+                    random, tokens = decoder.generator.get_state(), decoder.tokens.clone()
+                    recorded = run()
+                    decoder.generator.set_state(random), decoder.tokens.copy_(tokens)
 
-                def tensors(grown):
-                    return [*grown[0], *grown[1], grown[2]]
+                    def tensors(grown):
+                        return [*grown[0], *grown[1], grown[2]]
 
-                def replay():
-                    for old, new in zip(tensors(recorded), tensors(decoder.grow())):
-                        old.copy_(new)
-                    decoder.healthy = None
-                decoder.graph = SimpleNamespace(replay=replay)
+                    def replay():
+                        for old, new in zip(tensors(recorded), tensors(run())):
+                            old.copy_(new)
+                        decoder.healthy = None
+                        return recorded
+                    return replay
+                decoder.captured = captured
             while len(text) < 40:
                 text += decoder.step().tokens
         texts.append(text[:40])
