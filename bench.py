@@ -181,7 +181,8 @@ def pair_of(args) -> Pair:
 
 def texts(args, count: int, length: int) -> list[torch.Tensor]:
     """`count` pieces of `length` tokens, (1, length) each, always the same: from the middle of files of the standard
-    library that the bundled pair was not trained on, or evenly spaced from the file given."""
+    library that the bundled pair was not trained on (several of a file where there are too few), or evenly spaced from
+    the file given."""
     if args.prompts:
         ids = args.tokenizer(Path(args.prompts).read_text(encoding="utf-8"))["input_ids"]
         starts, sources = np.linspace(0, len(ids) - length, count), [ids] * count
@@ -191,8 +192,9 @@ def texts(args, count: int, length: int) -> list[torch.Tensor]:
         from tiny.train import source_files
         files = [path.read_text(encoding="utf-8", errors="ignore") for path in source_files(held_out=True)]
         files = [text for text in files if len(text) > 12 * length]                              # long enough in tokens
-        sources = [args.tokenizer(files[i * len(files) // count])["input_ids"] for i in range(count)]
-        starts = [max(0, len(ids) - length) / 2 for ids in sources]
+        each = -(-count // len(files))                                               # pieces of a file
+        sources = [args.tokenizer(files[i // each * len(files) * each // count])["input_ids"] for i in range(count)]
+        starts = [max(0, len(ids) - length) * (i % each + 1) / (each + 1) for i, ids in enumerate(sources)]
     pieces = [ids[int(start) : int(start) + length] for ids, start in zip(sources, starts)]
     return [torch.tensor([piece], device=args.device) for piece in pieces]
 
