@@ -1380,13 +1380,19 @@ class Acceptance:
 
 
 def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 4,
-                       generator=None, acceptance: Acceptance | None = None) -> Acceptance:
-    """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified."""
-    acceptance = acceptance or Acceptance()
+                       generator=None, acceptance: Acceptance | None = None, text: Tensor | None = None) -> Acceptance:
+    """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified.
+
+    text: (positions,) the token that follows each position. Where it is the one accepted, the next position is a level deeper: so
+    after a run of n such positions one has been seen on all levels from 0 to n, as a tree may begin at any of them."""
+    acceptance, run = acceptance or Acceptance(), 0
     proposals = method.propose(draft_probs, min(children, target_probs.shape[1]), generator)
-    ranks, _ = method.verify(target_probs, draft_probs, proposals, generator)
-    for rank, times in zip(*np.unique(ranks.cpu().numpy(), return_counts=True)):
-        acceptance.count(0, proposals.shape[1], int(rank), times)
+    ranks, tokens = method.verify(target_probs, draft_probs, proposals, generator)
+    right = ((ranks >= 0) & (tokens == text) if text is not None else torch.zeros_like(ranks, dtype=torch.bool)).tolist()
+    for rank, goes_on in zip(ranks.tolist(), right):
+        for level in range(run + 1):
+            acceptance.count(level, proposals.shape[1], rank)
+        run = min(run + 1, len(acceptance.tried) - 1) if goes_on else 0
     return acceptance
 
 
@@ -1406,7 +1412,7 @@ class Latency(NamedTuple):
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     """Times this decoder's steps, and their first half alone, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
     up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
-    times that noise has made fall with the size are raised."""
+    and since noise only adds to a time, none is longer than that of a larger tree."""
     start, target, draft = decoder.clock(), {}, {}
 
     def measure(size):
@@ -1428,11 +1434,11 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     for size in (1, 8, 32):
         measure(size)
     while (largest := max(target)) < 1024 and target[largest] < 2 * target[1] and in_time():
-        measure(min(4 * largest, 1024))
-    for size in (4, 16, 2, 64, 256):
-        if size < largest and in_time():
+        measure(2 * largest)
+    for size in (4, 16, 2):
+        if in_time():
             measure(size)
-    rising = [np.maximum.accumulate([times[x] for x in sorted(times)]).tolist() for times in (target, draft)]
+    rising = [np.minimum.accumulate([times[x] for x in sorted(times)[::-1]])[::-1].tolist() for times in (target, draft)]
     return Latency(sorted(target), rising[0], sorted(draft), rising[1])
 
 
@@ -1486,12 +1492,14 @@ class Planner:
         if spec == "auto" and self.latency is None:
             self.restore(decoder)
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:      # the prompt's own logits, while little is known
+            positions = len(decoder.target.logits)
             measure_acceptance(decoder.target_probs(decoder.target.logits, []),
                                decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
-                               decoder.method, generator=decoder.generator, acceptance=self.acceptance)
+                               decoder.method, generator=decoder.generator, acceptance=self.acceptance,
+                               text=torch.cat([decoder.history[0], decoder.tokens[1:2]])[-positions:])
         decoder.generator, self.branch = random, min(len(PRIOR), decoder.vocabulary)
         if spec != "auto":
-            return optimal_tree(self.acceptance.rates(levels=8), *map(int, spec.split("x")), max_branch=self.branch)
+            return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.branch)
         self.choose()
         return self.chosen.tree
 
@@ -1502,9 +1510,9 @@ class Planner:
         return self.choose() if spec == "auto" and self.adapt else None
 
     def choose(self) -> Tree | None:
-        """Plans, the first time and then whenever half as much again has been seen. Returns the tree if it is a new one."""
+        """Plans, the first time and then whenever as much again has been seen. Returns the tree if it is a new one."""
         if self.chosen is None or self.adapt and self.steps >= self.due:
-            rates, self.due = self.acceptance.rates(levels=8), self.steps + min(512, max(64, self.steps // 2))
+            rates, self.due = self.acceptance.rates(levels=4), self.steps + min(512, max(128, self.steps))
             best = plan(rates, self.latency, max_branch=min(self.branch, 10 if self.latency.sizes[-1] <= 64 else 32))
             if self.steps > 1024:                                        # what was long ago counts less and less
                 self.acceptance.tried, self.acceptance.accepted = self.acceptance.tried / 2, self.acceptance.accepted / 2
