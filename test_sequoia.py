@@ -506,8 +506,9 @@ def test_methods_that_repeat_a_child_do_not_cover(name, accepted):
 
 
 def count_tokens(name, target_probs, draft_probs, k, samples, generator):
-    """How often each token is put out in `samples` runs of verification, (V,), through the vectorised code."""
-    counts, rows = torch.zeros(len(target_probs), dtype=torch.long), 2**23 // len(target_probs)
+    """How often each token is put out in `samples` runs of verification, (V,), through the vectorised code: as many rows
+    at once as a CPU's cache holds, which is several times faster than more."""
+    counts, rows = torch.zeros(len(target_probs), dtype=torch.long), 2 ** (18 if DEVICE == "cpu" else 23) // len(target_probs)
     for start in range(0, samples, rows):
         n = min(rows, samples - start)
         _, token = sample_and_verify(target_probs.expand(n, -1), draft_probs.expand(n, -1), k, name, generator)
@@ -522,7 +523,7 @@ def test_output_distribution_equals_target(name, vocab):
     of the vocabulary, so that an error tilts the counts from end to end, which merging neighbours cannot hide."""
     samples = max(200_000, 10 * vocab)
     if not FULL and DEVICE == "cpu":
-        samples = min(samples, 2**23 // vocab)
+        samples = min(samples, 2**24 // vocab)
     generator, place = torch.Generator(DEVICE).manual_seed(vocab), torch.linspace(0, 1, vocab, device=DEVICE)
     noise = torch.rand(2, vocab, generator=generator, device=DEVICE) + 0.1
     target_weights, draft_weights = noise[0] * torch.exp(-4 * place), noise[1] * torch.exp(-4 * (1 - place))
