@@ -363,8 +363,9 @@ def least_rejection_different(P, Q, k: int) -> float:
     member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                                # (2^V, V): A
     inside = torch.zeros(len(P), 2**V, dtype=torch.double)
     for draws in itertools.permutations(range(V), k):
-        left = 1 - torch.cat([torch.zeros(len(P), 1), Q[:, draws].cumsum(dim=1)[:, :-1]], dim=1)
-        chance = (Q[:, draws] / left.clamp(min=1e-12)).prod(dim=1)                                       # (positions,)
+        others = [token for token in range(V) if token not in draws]
+        left = Q[:, [*draws, *others]].flip(1).cumsum(dim=1).flip(1)[:, :k]        # summed, as 1 - what is drawn would cancel
+        chance = torch.where(left > 0, Q[:, draws] / left, 1 / (V - torch.arange(k))).prod(dim=1)        # (positions,)
         inside += chance[:, None] * member[:, draws].all(dim=1)
     return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
 
@@ -377,6 +378,104 @@ def rejections_of_six(target_logits, draft_logits, generator) -> list[dict]:
     rates["best, independent"] = [least_rejection_independent(P, Q, k) for k in ks]
     rates["best, different"] = [least_rejection_different(P, Q, k) for k in ks]
     return [{"method": name, **{f"k = {k}": rate for k, rate in zip(ks, row)}} for name, row in rates.items()]
+
+
+# Walking from the root against traversal from the leaves, on the same trees: the same tokens with the same probabilities
+# of both models. What each would yield is not drawn but computed, and so exact for the tree at hand; only the texts, and the
+# draft's proposals, are samples. What was really decoded stands beside it.
+
+
+class Onlooker:
+    """A method that decodes like its leader, and at every step notes what `PAIRED` would yield on this step's tree."""
+
+    def __init__(self, leader: str):
+        self.leader, self.propose = sequoia.METHODS[leader], sequoia.METHODS[leader].propose
+        self.expected, self.inputs = [], []
+
+    def verify_tree(self, layout, tokens, target_probs, draft_probs, *args):
+        everywhere = target_probs(range(layout.tree.size))                                                # (size, V)
+        self.expected.append([expected(layout, tokens, everywhere, draft_probs) for expected in PAIRED.values()])
+        self.inputs.append((layout, tokens.clone(), target_probs, draft_probs))
+        return self.leader.verify_tree(layout, tokens, target_probs, draft_probs, *args)
+
+
+def expected_of_walk(layout, tokens, target_probs, draft_probs) -> float:
+    """The tokens that a walk from the root yields on average: the chances to reach each node, summed."""
+    nodes, child, exists, children, with_child = layout.inner
+    proposed = torch.where(child >= 0, tokens[child], -1)
+    ratios, _ = sequoia.METHODS["sequoia"].ratios(target_probs[nodes], torch.cat(draft_probs)[layout.row], proposed,
+                                                  with_child, None)                                       # (nodes, k)
+    rejected = (1 - ratios).clamp(min=0)
+    before = torch.cat([torch.ones_like(rejected[:, :1]), rejected.cumprod(dim=1)[:, :-1]], dim=1)
+    accepted = torch.ones_like(target_probs[:, 0]).scatter(0, children, ((1 - rejected) * before).flatten()[exists])
+    return torch.where(layout.tree.mask.to(accepted.device), accepted, 1).prod(dim=1).sum().item()
+
+
+def expected_of_traversal(layout, tokens, target_probs, draft_probs) -> float:
+    """The tokens that traversal yields on average: each node's depth + 1 times the chance that it is the first to accept."""
+    mass = sequoia.METHODS["traversal"].sweep(layout, tokens, target_probs, draft_probs)[0][layout.post_order]
+    none_before = torch.cat([torch.ones_like(mass[:1]), (1 - mass).cumprod(dim=0)[:-1]])
+    return (mass * none_before * (layout.depth[layout.post_order] + 1)).sum().item()
+
+
+PAIRED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}
+
+
+def traversal(args):
+    """Tokens per step of both on the same trees, by tree size and temperature, and the milliseconds of each."""
+    pair, temperatures = pair_of(args), args.temperatures or ([0.6, 1.0] if args.quick else [0.2, 0.6, 0.8, 1.0, 1.2])
+    sizes, prompts, rows, times = (8, 48) if args.quick else (8, 16, 32, 48, 64, 128, 256), texts(args, 2 * args.count, 128), [], []
+    for temperature in temperatures:
+        planner = sequoia.Planner()                                        # learns the rates from every other prompt
+        for prompt in progress(prompts[1::2], f"acceptance, {named(temperature)}"):
+            ours(pair, temperature, "32x8", planner=planner)(prompt, args.new_tokens)
+        rates = planner.acceptance.rates()
+        for size in sizes:
+            tree, expected, decoded = sequoia.optimal_tree(rates, size, min(size, 16)), [], {name: [] for name in PAIRED}
+            for prompt in progress(prompts[::2], f"{named(temperature)}, {size} nodes"):
+                onlookers = {name: Onlooker(name) for name in PAIRED}
+                for name, onlooker in onlookers.items():
+                    decoded[name] += watch(args, pair, prompt, temperature, tree, onlooker)
+                expected.append(np.sum([step for one in onlookers.values() for step in one.expected], axis=0))
+            mean, gain, error = np.sum(expected, axis=0) / sum(map(len, decoded.values())), *gain_of_second(expected)
+            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth, **dict(zip(PAIRED, mean.tolist())),
+                         "more, %": 100 * gain, "+-": 100 * error,
+                         **{f"{name} decoded": float(np.mean(lengths)) for name, lengths in decoded.items()}})
+            if temperature == temperatures[len(temperatures) // 2]:
+                times.append({"nodes": size, "levels": tree.depth, **milliseconds(onlookers["traversal"].inputs[:8])})
+    table(f"Tokens per step on the same trees, {args.count} prompts: expected over the verification's random numbers; more: "
+          f"traversal's gain, +-: half its 95% interval, by prompt; decoded: achieved, each on texts of its own", rows)
+    table(f"Milliseconds of one verification, {named(temperatures[len(temperatures) // 2])}, medians; static: the program of fixed "
+          f"shapes that a CUDA graph holds, here without one", times)
+    return {"traversal": rows, "milliseconds": times}
+
+
+def watch(args, pair, prompt, temperature: float, tree, onlooker) -> list[int]:
+    """Decodes a prompt before an onlooker's eyes; the tokens of every step."""
+    steps, (target, draft) = [], pair.fast
+    torch.manual_seed(args.seed)
+    with mock.patch.dict(sequoia.METHODS, watched=onlooker):
+        sequoia.generate(target, draft, prompt, tree=tree, method="watched", cuda_graph=False,
+                         on_step=lambda step: steps.append(len(step.tokens)), **sampling(prompt, temperature, args.new_tokens))
+    return steps
+
+
+def gain_of_second(sums) -> tuple[float, float]:
+    """The share by which the second of two columns exceeds the first, (prompts, 2), and half its 95% interval: of a
+    ratio of sums over prompts, which are independent where the steps of one are not. 1.96 + 2.4 / freedom: Student's t."""
+    first, second = np.array(sums).T
+    gain, freedom = second.sum() / first.sum() - 1, max(1, len(first) - 1)
+    spread = np.sqrt(len(first) / freedom * ((second - (1 + gain) * first) ** 2).sum()) / first.sum()
+    return gain, (1.96 + 2.4 / freedom) * spread
+
+
+def milliseconds(inputs, rounds: int = 5) -> dict:
+    """Of verifying trees, (layout, tokens, target_probs, draft_probs) each, by both methods and both ways, in turns."""
+    ways, taken = list(itertools.product((False, True), PAIRED)), {}
+    for _, one, (static, name) in itertools.product(range(rounds), inputs, ways):
+        seconds, _ = timed(lambda: sequoia.METHODS[name].verify_tree(*one, None, static))
+        taken.setdefault(f"{name}, static" if static else name, []).append(1e3 * seconds)
+    return {name: float(np.median(times)) for name, times in taken.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
