@@ -317,6 +317,7 @@ def verification(args):
                 by_k = [{"k": k, **dict(zip(curves[temperature, 1.0], rates))}
                         for k, rates in zip(CHILDREN, zip(*curves[temperature, 1.0].values()))]
                 draw_curves(axis, by_k, "k", dict.fromkeys(METHODS, "-") | {"best": "--"}, "children k")
+                axis.lines[-1].set_label("best, if independent")
                 axis.set(title=named(temperature), yscale="log")
                 axis.set_yticks([0.1, 0.2, 0.5, 1], ["0.1", "0.2", "0.5", "1"])
                 axis.minorticks_off()
@@ -500,7 +501,7 @@ def draw_gains(rows):
             axis.fill_between(size, gain - error, gain + error, color=shade, alpha=0.15, linewidth=0)
         axis.axhline(0, color=COLOURS["best"], linewidth=1)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks := sorted({row["nodes"] for row in rows} - {48}), ticks)
+        axis.set_xticks(ticks := [n for n in size.tolist() if n != 48 or 64 not in size], ticks)
         axis.minorticks_off()
         axis.set(xlabel="tree size (nodes)", ylabel="more tokens per step\nthan sequoia, %")
         axis.legend()

@@ -657,6 +657,23 @@ def test_a_walk_yields_the_expected_tokens_of_its_tree():
     assert abs(tokens.mean() - expected_tokens(tree, rates)) < 6 * tokens.std() / walks**0.5
 
 
+@pytest.mark.parametrize("repeats, least_rejection", [
+    (True, bench.least_rejection_independent), (False, bench.least_rejection_different)])
+@settings(max_examples=25)
+@given(pairs_of_distributions(), st.integers(1, 3))
+def test_least_rejection_is_the_transport_programs(repeats, least_rejection, pair, k):
+    """What a benchmark's methods are measured against, as min-cut formulas there, by linear programming here: of each
+    sequence of children's chance as much as can be goes to one of them, and no token gets more than the target's."""
+    optimize = pytest.importorskip("scipy.optimize")
+    target_probs, draft_probs = pair
+    k = k if repeats else min(k, len(target_probs))
+    sequences, chances = all_proposals("specinfer" if repeats else "sequoia", draft_probs, k)
+    limits = [[float(i == row) for row in range(len(sequences)) for _ in range(k)] for i in range(len(sequences))]
+    limits += [[float(token == child) for child in sequences.flatten().tolist()] for token in range(len(target_probs))]
+    found = optimize.linprog([-1] * k * len(sequences), limits, chances.tolist() + target_probs.tolist())
+    assert least_rejection(target_probs[None], draft_probs[None], k) == pytest.approx(1 + found.fun, abs=1e-7)
+
+
 HALF, NAN = torch.full((3, 2), 0.5), torch.tensor([0.5, math.nan])
 
 
@@ -928,6 +945,19 @@ def test_joint_distribution_of_the_text_equals_the_targets_through_traversal():
     for probs in target:
         exact = exact.flatten()[:, None] * probs
     assert chi_square_tail(counts, runs * exact.flatten()) > 1e-9
+
+
+@settings(max_examples=30)
+@given(trees_and_models())
+def test_the_benchmarks_expected_tokens_are_those_of_all_outcomes(case):
+    (tree, target, draft), layout = case, sequoia.TreeLayout(case[0], "cpu")
+    assume(tree.size > 1)
+    tokens = propose_tree("traversal", tree, draft, torch.Generator().manual_seed(0))
+    target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+    for name, expected in bench.EXPECTED.items():
+        last, _ = outcomes(name, tree, tokens[None], target_probs[None], draft_probs[None])
+        found = expected(layout, tokens, target_probs, draft_of_levels(layout, draft_probs))
+        assert found == pytest.approx((last[0] * (layout.depth + 1)).sum().item(), abs=1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
