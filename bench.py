@@ -433,6 +433,7 @@ def traversal_gains(args):
     rows, inputs = [], {}
     for temperature in temperatures:
         planner = sequoia.Planner()                                        # learns the rates from every other prompt
+        torch.manual_seed(args.seed)
         for prompt in progress(prompts[1::2], f"acceptance, {named(temperature)}"):
             ours(pair, temperature, "32x8", planner=planner)(prompt, args.new_tokens)
         rates = planner.acceptance.rates()
