@@ -430,7 +430,7 @@ def traversal_gains(args):
     """Tokens per step of both on the same trees, by tree size and temperature, and the milliseconds of each."""
     pair, temperatures = pair_of(args), args.temperatures or ([0.6, 1.0] if args.quick else [0.2, 0.6, 0.8, 1.0, 1.2])
     sizes, prompts = (8, 48) if args.quick else (8, 16, 32, 48, 64, 128, 256), texts(args, 2 * args.count, 128)
-    rows, inputs = [], {}
+    rows, inputs, middle = [], {}, temperatures[len(temperatures) // 2]
     for temperature in temperatures:
         planner = sequoia.Planner()                                        # learns the rates from every other prompt
         torch.manual_seed(args.seed)
@@ -444,7 +444,8 @@ def traversal_gains(args):
                 for name, onlooker in onlookers.items():
                     decoded[name] += watch(args, prompt, temperature, tree, onlooker)
                 expected.append(np.sum([step for one in onlookers.values() for step in one.expected], axis=0))
-            inputs[temperature, size] = onlookers["traversal"].inputs
+            if temperature == middle:
+                inputs[size] = onlookers["traversal"].inputs
             steps, (gain, error) = sum(map(len, decoded.values())), gain_of_second(expected)
             rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth, "steps": steps,
                          **dict(zip(EXPECTED, (np.sum(expected, axis=0) / steps).tolist())),
@@ -452,9 +453,7 @@ def traversal_gains(args):
                          **{f"{name} decoded": float(np.mean(lengths)) for name, lengths in decoded.items()}})
     table(f"Tokens per step on the same trees, {args.count} prompts: expected over the verification's random numbers; +-: half the "
           f"gain's 95% interval, by prompt; decoded: achieved, each on texts of its own, so far noisier", rows)
-    middle = temperatures[len(temperatures) // 2]
-    times = [{"nodes": size, "levels": inputs[middle, size][0][0].tree.depth, **milliseconds(inputs[middle, size])}
-             for size in sizes]
+    times = [{"nodes": size, "levels": steps[0][0].tree.depth, **milliseconds(steps)} for size, steps in inputs.items()]
     table(f"Milliseconds of verifying one tree, {named(middle)}, medians; static: the program of fixed shapes that a CUDA graph "
           f"holds, here without one", times)
     if args.figures:
