@@ -504,7 +504,7 @@ def draw_gains(rows):
         axis.set_xticks(ticks := [n for n in size.tolist() if n != 48 or 64 not in size], ticks)
         axis.minorticks_off()
         axis.set(xlabel="tree size (nodes)", ylabel="more tokens per step\nthan sequoia, %")
-        axis.legend()
+        axis.legend(reverse=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
