@@ -451,11 +451,11 @@ def traversal_gains(args):
                          **dict(zip(EXPECTED, (np.sum(expected, axis=0) / steps).tolist())),
                          "gain, %": 100 * gain, "+-": 100 * error,
                          **{f"{name} decoded": float(np.mean(lengths)) for name, lengths in decoded.items()}})
-    table(f"Tokens per step on the same trees, {args.count} prompts: expected over the verification's random numbers; +-: half the "
-          f"gain's 95% interval, by prompt; decoded: achieved, each on texts of its own, so far noisier", rows)
+    table(f"Tokens per step on the same trees, {args.count} prompts: expected over the verification's random numbers; +-: "
+          f"half the gain's 95% interval, by prompt; decoded: achieved, each on texts of its own, so far noisier", rows)
     times = [{"nodes": size, "levels": steps[0][0].tree.depth, **milliseconds(steps)} for size, steps in inputs.items()]
-    table(f"Milliseconds of verifying one tree, {named(middle)}, medians; static: the program of fixed shapes that a CUDA graph "
-          f"holds, here without one", times)
+    table(f"Milliseconds of verifying one tree, {named(middle)}, medians; static: the program of fixed shapes that a CUDA "
+          f"graph holds, here without one", times)
     if args.figures:
         draw_gains(rows)
     return {"traversal": rows, "milliseconds": times}
