@@ -318,21 +318,25 @@ def verification(args):
     table("The same over 6 tokens, the likeliest of each position, renormalised, at temperature 1; best: the least "
           "that any rule could reject, given independent children or children drawn without replacement", small)
     if args.figures:
-        with figure("verification", panels=len(temperatures), share=True) as axes:
-            for axis, temperature in zip(axes, temperatures):
+        with figure("verification", panels=2, share=True) as axes:                  # two, to be read at half a page's width
+            axes[0].figure.set_size_inches(8.4, 4.6)
+            for axis, temperature in zip(axes, (min(temperatures), max(temperatures))):
                 by_k = [{"k": k, **dict(zip(curves[temperature, 1.0], rates))}
                         for k, rates in zip(CHILDREN, zip(*curves[temperature, 1.0].values()))]
                 draw_curves(axis, by_k, "k", dict.fromkeys(METHODS, "-") | {"best": "--"}, "children k")
-                axis.set(title=f"temperature {temperature:g}", yscale="log")
-            axes[0].set_ylabel("rejection rate")
-            axes[0].legend()
-    return {"positions": len(target), "rejection": rows, "six_tokens": small}
+                axis.lines[-1].set_label("best, if independent")
+                axis.set(title=named(temperature), yscale="log")
+                axis.set_yticks([0.1, 0.2, 0.5, 1], ["0.1", "0.2", "0.5", "1"])
+                axis.minorticks_off()
+            axes[0].set_ylabel("chance that all are rejected")
+            axes[0].legend(loc="lower left")
+    return {"positions": len(target), "rejection": rows, "six_tokens": small} | traversal_gains(args)
 
 
-def rejection_rates(name: str, P, Q, ks, generator, repeats: int = 4) -> list[float]:
+def rejection_rates(name: str, P, Q, ks, generator, repeats: int = 16) -> list[float]:
     """The chance that all of k children are rejected, for each k: the mean over positions, and over some draws of the
     proposals, of the product of 1 - ratio over the children: the accept tests are exact. P, Q: (positions, V)."""
-    method, rows, total = sequoia.METHODS[name], max(1, 2**21 // P.shape[1]), torch.zeros(max(ks), device=P.device)
+    method, rows, total = sequoia.METHODS[name], max(1, 2**18 // P.shape[1]), torch.zeros(max(ks), device=P.device)
     for p, q in zip((P.repeat(repeats, 1)).split(rows), Q.repeat(repeats, 1).split(rows)):
         tokens = method.propose(q, max(ks), generator)                                                       # (rows, k)
         # subtle: only SpecTr's ratios depend on how many children there are; those of the others are there for every k
@@ -370,8 +374,9 @@ def least_rejection_different(P, Q, k: int) -> float:
     member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                                # (2^V, V): A
     inside = torch.zeros(len(P), 2**V, dtype=torch.double)
     for draws in itertools.permutations(range(V), k):
-        left = 1 - torch.cat([torch.zeros(len(P), 1), Q[:, draws].cumsum(dim=1)[:, :-1]], dim=1)
-        chance = (Q[:, draws] / left.clamp(min=1e-12)).prod(dim=1)                                       # (positions,)
+        others = [token for token in range(V) if token not in draws]
+        left = Q[:, [*draws, *others]].flip(1).cumsum(dim=1).flip(1)[:, :k]        # summed, as 1 - what is drawn would cancel
+        chance = torch.where(left > 0, Q[:, draws] / left, 1 / (V - torch.arange(k))).prod(dim=1)        # (positions,)
         inside += chance[:, None] * member[:, draws].all(dim=1)
     return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
 
@@ -384,6 +389,129 @@ def rejections_of_six(target_logits, draft_logits, generator) -> list[dict]:
     rates["best, independent"] = [least_rejection_independent(P, Q, k) for k in ks]
     rates["best, different"] = [least_rejection_different(P, Q, k) for k in ks]
     return [{"method": name, **{f"k = {k}": rate for k, rate in zip(ks, row)}} for name, row in rates.items()]
+
+
+# Walking from the root against traversal from the leaves, on the same trees: the same tokens with the same probabilities
+# of both models. What each would yield is not drawn but computed, and so exact for the tree at hand; only the texts, and the
+# draft's proposals, are samples. What was really decoded stands beside it.
+
+
+class Onlooker:
+    """A method that decodes like its leader, and at every step notes what each of EXPECTED says of this step's tree."""
+
+    def __init__(self, leader: str):
+        self.leader, self.propose = sequoia.METHODS[leader], sequoia.METHODS[leader].propose
+        self.expected, self.inputs = [], []                                            # of every step, of the first few
+
+    def verify_tree(self, layout, tokens, target_probs, draft_probs, *args):
+        everywhere = target_probs(range(layout.tree.size))                                                 # (size, V)
+        self.expected.append([expected(layout, tokens, everywhere, draft_probs) for expected in EXPECTED.values()])
+        if len(self.inputs) < 8:
+            self.inputs.append((layout, tokens.clone(), target_probs, draft_probs))
+        return self.leader.verify_tree(layout, tokens, target_probs, draft_probs, *args)
+
+
+def expected_of_walk(layout, tokens, target_probs, draft_probs) -> float:
+    """The tokens that a walk from the root yields on average: the chances to reach each node, summed."""
+    nodes, child, exists, children, with_child = layout.inner
+    proposed = torch.where(child >= 0, tokens[child], -1)
+    ratios, _ = sequoia.METHODS["sequoia"].ratios(target_probs[nodes], torch.cat(draft_probs)[layout.row], proposed,
+                                                  with_child, None)                                        # (nodes, k)
+    rejected = (1 - ratios).clamp(min=0)
+    tried = torch.cat([torch.ones_like(rejected[:, :1]), rejected.cumprod(dim=1)[:, :-1]], dim=1)
+    accepted = torch.ones_like(target_probs[:, 0]).scatter(0, children, (tried * (1 - rejected)).flatten()[exists])
+    return torch.where(layout.tree.mask.to(accepted.device), accepted, 1).prod(dim=1).sum().item()
+
+
+def expected_of_traversal(layout, tokens, target_probs, draft_probs) -> float:
+    """The tokens that traversal yields on average: each node's depth + 1 times the chance that it is the first to accept."""
+    mass = sequoia.METHODS["traversal"].sweep(layout, tokens, target_probs, draft_probs)[0][layout.post_order]
+    none_before = torch.cat([torch.ones_like(mass[:1]), (1 - mass).cumprod(dim=0)[:-1]])
+    return (mass * none_before * (layout.depth[layout.post_order] + 1)).sum().item()
+
+
+EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}
+
+
+def traversal_gains(args):
+    """Tokens per step of both on the same trees, by tree size and temperature, and the milliseconds of each."""
+    pair, temperatures = pair_of(args), args.temperatures or ([0.6, 1.0] if args.quick else [0.2, 0.6, 0.8, 1.0, 1.2])
+    sizes, prompts = (8, 48) if args.quick else (8, 16, 32, 48, 64, 128, 256), texts(args, 2 * args.count, 128)
+    rows, inputs, middle = [], {}, temperatures[len(temperatures) // 2]
+    for temperature in temperatures:
+        planner = sequoia.Planner()                                        # learns the rates from every other prompt
+        torch.manual_seed(args.seed)
+        for prompt in progress(prompts[1::2], f"acceptance, {named(temperature)}"):
+            ours(pair, temperature, "32x8", planner=planner)(prompt, args.new_tokens)
+        rates = planner.acceptance.rates()
+        for size in sizes:
+            tree, expected, decoded = sequoia.optimal_tree(rates, size, min(size, 16)), [], {name: [] for name in EXPECTED}
+            for prompt in progress(prompts[::2], f"{named(temperature)}, {size} nodes"):
+                onlookers = {name: Onlooker(name) for name in EXPECTED}
+                for name, onlooker in onlookers.items():
+                    decoded[name] += watch(args, prompt, temperature, tree, onlooker)
+                expected.append(np.sum([step for one in onlookers.values() for step in one.expected], axis=0))
+            if temperature == middle:
+                inputs[size] = onlookers["traversal"].inputs
+            steps, (gain, error) = sum(map(len, decoded.values())), gain_of_second(expected)
+            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth, "steps": steps,
+                         **dict(zip(EXPECTED, (np.sum(expected, axis=0) / steps).tolist())),
+                         "gain, %": 100 * gain, "+-": 100 * error,
+                         **{f"{name} decoded": float(np.mean(lengths)) for name, lengths in decoded.items()}})
+    table(f"Tokens per step on the same trees, {args.count} prompts: expected over the verification's random numbers; +-: "
+          f"half the gain's 95% interval, by prompt; decoded: achieved, each on texts of its own, so far noisier", rows)
+    times = [{"nodes": size, "levels": steps[0][0].tree.depth, **milliseconds(steps)} for size, steps in inputs.items()]
+    table(f"Milliseconds of verifying one tree, {named(middle)}, medians; static: the program of fixed shapes that a CUDA "
+          f"graph holds, here without one", times)
+    if args.figures:
+        draw_gains(rows)
+    return {"traversal": rows, "milliseconds": times}
+
+
+def watch(args, prompt, temperature: float, tree, onlooker) -> list[int]:
+    """Decodes a prompt under an onlooker's eyes, half as long as others do, since it takes two; the tokens of every step."""
+    steps, (target, draft) = [], pair_of(args).fast
+    torch.manual_seed(args.seed)
+    with mock.patch.dict(sequoia.METHODS, watched=onlooker):
+        sequoia.generate(target, draft, prompt, tree=tree, method="watched", cuda_graph=False,
+                         on_step=lambda step: steps.append(len(step.tokens)),
+                         **sampling(prompt, temperature, max(2, args.new_tokens // 2)))
+    return steps
+
+
+def gain_of_second(sums) -> tuple[float, float]:
+    """By which share the second of two columns exceeds the first, (prompts, 2), and half the 95% interval of it: of a
+    ratio of sums over prompts, since the steps of one prompt depend on each other. 1.96 + 2.4 / freedom: Student's t."""
+    first, second = np.array(sums).T
+    gain, freedom = second.sum() / first.sum() - 1, max(1, len(first) - 1)
+    spread = np.sqrt(len(first) / freedom * ((second - (1 + gain) * first) ** 2).sum()) / first.sum()
+    return gain, (1.96 + 2.4 / freedom) * spread
+
+
+def milliseconds(inputs, rounds: int = 5) -> dict:
+    """Of verifying some trees by both methods and both ways, in turns: the medians."""
+    ways, taken = list(itertools.product((False, True), EXPECTED)), {}
+    for _, one, (static, name) in itertools.product(range(rounds), inputs, ways):
+        seconds, _ = timed(lambda: sequoia.METHODS[name].verify_tree(*one, None, static))
+        taken.setdefault(f"{name}, static" if static else name, []).append(1e3 * seconds)
+    return {name: float(np.median(times)) for name, times in taken.items()}
+
+
+def draw_gains(rows):
+    with figure("traversal") as [axis]:
+        temperatures = sorted({row["temperature"] for row in rows})
+        for i, temperature in enumerate(temperatures):
+            mine = [row for row in rows if row["temperature"] == temperature]
+            size, gain, error = (np.array([row[name] for row in mine]) for name in ("nodes", "gain, %", "+-"))
+            shade = pyplot().get_cmap("viridis_r")(0.15 + 0.8 * i / len(temperatures))
+            axis.plot(size, gain, "o-", color=shade, label=named(temperature))
+            axis.fill_between(size, gain - error, gain + error, color=shade, alpha=0.15, linewidth=0)
+        axis.axhline(0, color=COLOURS["best"], linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks := [n for n in size.tolist() if n != 48 or 64 not in size], ticks)
+        axis.minorticks_off()
+        axis.set(xlabel="tree size (nodes)", ylabel="more tokens per step\nthan sequoia, %")
+        axis.legend(reverse=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
