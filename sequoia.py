@@ -367,18 +367,17 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
     """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
-    residual, draft = target_probs, draft_probs
+    residual, draft = target_probs, draft_probs[: with_child[0] if with_child else 0]
     ratios = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
     for i, n in enumerate(with_child):
-        token, R, D = tokens[:n, i : i + 1], residual[:n], draft[:n]                             # (n, 1), (n, V), (n, V)
+        token, R, D = tokens[:n, i : i + 1], residual[:n], draft                                 # (n, 1), (n, V), (n, V)
         p, q = R.gather(1, token), D.gather(1, token)
         ratios[:n, i : i + 1] = torch.where(p > 0, p / q, 0)                                     # R[s] / D[s]
         if noise is not None and noise.device.type == "cpu" and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
-        if not replacement:
-            D = _without(D, tokens[:n, : i + 1])
-        residual, draft = torch.cat([R, residual[n:]]), torch.cat([D, draft[n:]])
+        residual, n = torch.cat([R, residual[n:]]), [*with_child, 0][i + 1]                      # the rows with one more child
+        draft = D[:n] if replacement else _without(D[:n], tokens[:n, : i + 1])
     return ratios, residual
 
 
@@ -545,12 +544,16 @@ class Traversal(Method):
     be accepted for what comes below it. On a chain it is block verification (arXiv 2403.10444), on one level Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
-        """Each node accepts with the mass that the sweep gives it; the first in post-order wins, the root if no other does."""
+        """Each node accepts with the mass that the sweep gives it; the first in post-order wins, the root if no other does.
+        observe is called with (self, layout, tokens, mass, noise, residual, node, token)."""
         mass, residual = self.sweep(layout, tokens, target_probs(range(layout.tree.size)), draft_probs)
         noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
         accepted = (noise < mass)[layout.post_order]
         node = layout.post_order.gather(0, accepted.to(torch.uint8).argmax(dim=0, keepdim=True))
-        return node, sample(residual[node], generator)
+        token = sample(residual[node], generator)
+        if observe:
+            observe(self, layout, tokens, mass, noise, residual, node, token)
+        return node, token
 
     def sweep(self, layout, tokens, target_probs, draft_probs):
         """Every node's acceptance mass (size,) and residual (size, V), in one sweep down the levels: a child's own mass, and
@@ -558,17 +561,18 @@ class Traversal(Method):
         residual = target_probs.clone()                                                          # (size, V)
         mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
         for level, probs in zip(layout.levels, draft_probs):
-            draft, proposed = probs.clone(), tokens[level.child]                                 # (nodes, V), (nodes, ranks)
+            draft, proposed = probs, tokens[level.child]                                         # (nodes, V), (nodes, ranks)
             for rank, n in enumerate(level.with_child):
                 nodes, child = level.nodes[:n], level.child[:n, rank]
-                a, R, D, token = mass[nodes, None], residual[nodes], draft[:n], proposed[:n, rank : rank + 1]
+                a, R, D, token = mass[nodes, None], residual[nodes], draft, proposed[:n, rank : rank + 1]
                 p, q = a * R.gather(1, token), D.gather(1, token)
                 mass[child] = torch.where(p > 0, p / q, 0).clamp(max=1)[:, 0]                    # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
                 total = left.sum(dim=1, keepdim=True)
                 mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
                 residual[nodes] = _normalise(left, otherwise=R)
-                draft[:n] = _without(D, proposed[:n, : rank + 1])
+                n = [*level.with_child, 0][rank + 1]                                             # those with one more child
+                draft = _without(D[:n], proposed[:n, : rank + 1])
         return mass, residual
 
 
@@ -874,6 +878,17 @@ class Decoder:
             self.history = torch.cat([self.history, self.tokens.new_tensor([known])], dim=1)
         return step
 
+    def draft_probs(self, logits, nodes):
+        """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a thousandth of
+        its probability: so once the rest is used up it is drawn, and not any token at all."""
+        probs = self.scores(self.draft, logits, nodes).softmax(dim=1)
+        if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
+            return probs
+        whole = nn.functional.pad(logits.float(), (0, probs.shape[1] - logits.shape[1]), value=-torch.inf)
+        for processor in self.processors:
+            whole = whole if isinstance(processor, CUTTING) else processor(self.history, whole)
+        return 0.999 * probs + 0.001 * whole.softmax(dim=1)
+
     def prepare(self) -> Callable:
         """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass (its
         layers stream, or ranks share it) with one that grows the tree."""
@@ -894,7 +909,7 @@ class Decoder:
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
             logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
-            levels.append(self.scores(self.draft, logits, level.nodes).softmax(dim=1))
+            levels.append(self.draft_probs(logits, level.nodes))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
             self.tokens[1 + level.children] = proposals.flatten()[level.exists]
         return place, levels, self.healthy
@@ -970,7 +985,8 @@ class Decoder:
                 self.plant(better)
 
 
-HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+CUTTING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1493,9 +1509,9 @@ class Planner:
             self.restore(decoder)
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:      # the prompt's own logits, while little is known
             positions = len(decoder.target.logits)
+            decoder.generator.manual_seed(0)                             # the same whether times were measured or read
             measure_acceptance(decoder.target_probs(decoder.target.logits, []),
-                               decoder.scores(decoder.draft, decoder.draft.logits, []).softmax(dim=1),
-                               decoder.method, generator=decoder.generator, acceptance=self.acceptance,
+                               decoder.draft_probs(decoder.draft.logits, []), decoder.method, generator=decoder.generator, acceptance=self.acceptance,
                                text=torch.cat([decoder.history[0], decoder.tokens[1:2]])[-positions:])
         decoder.generator, self.branch = random, min(len(PRIOR), decoder.vocabulary)
         if spec != "auto":
@@ -1589,7 +1605,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
     Planner, to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
-    children, as `Method.verify` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate`
+    children, as `Method.verify` does, or of a tree, as `Traversal` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate`
     prepares: its processors shape both models' distributions, its stopping criteria are asked after every token. A batch is
     decoded row by row. Raises ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -1793,15 +1809,17 @@ class Printer:
     def __init__(self, tokenizer, stream=None, color=False, show_tree=False, explain=False):
         self.tokenizer, self.stream, self.color, self.show_tree, self.explain = tokenizer, stream, color, show_tree, explain
         self.steps, self.ids, self.pending, self.from_draft, self.start = [], None, [], 0, time.perf_counter()
+        self.walked = []                                                 # for `explain`: the texts of this step's nodes so far
 
     def on_step(self, step: Step):
         self.steps.append(step)
         self.from_draft = len(step.path)
         last = step.path[-1] if step.path else 0
-        if self.explain and not step.tree.children[last]:
-            print(f"  a leaf: {self.text(step.token)} is drawn from the target")
         if self.explain:
-            print(f"step {len(self.steps)}: put out {' '.join(map(self.text, step.tokens))}\n")
+            if self.walked and not step.tree.children[last]:
+                print(f"  {self.text(step.node_tokens[last])} has no children: {self.text(step.token)} is drawn from the target")
+            print(f"step {len(self.steps)} puts out {' '.join(map(self.text, step.tokens))}\n")
+            self.walked = []
         if self.show_tree:
             accepted = {0, *step.path}
             texts = [self.text(token)[1:-1] for token in step.node_tokens]
@@ -1812,20 +1830,39 @@ class Printer:
     def text(self, token):
         return repr(self.tokenizer.decode([int(token)]))
 
-    def observe(self, method, target_probs, draft_probs, tokens, noise, ratios, rank, token):
-        """Prints what happened at a node, child by child."""
-        residual = target_probs
+    def observe(self, method, *what):
+        """Prints what happened: at a node, child by child; with traversal in a tree, node by node."""
+        (self.observe_tree if isinstance(method, Traversal) else self.observe_node)(method, *what)
+
+    def observe_node(self, method, target_probs, draft_probs, tokens, noise, ratios, rank, token):
+        self.walked = self.walked or [self.text(self.ids[-1])]
+        residual, draft = target_probs, draft_probs
+        print(f"  after {self.walked[-1]}")
         for i, child in enumerate(tokens[0, : tokens.shape[1] if rank < 0 else int(rank) + 1]):
-            p, ratio = residual[0, child].item(), ratios[0, i].item()
-            q = p / ratio if ratio > 0 else draft_probs[0, child].item()
-            print(f"  child {self.text(child):<14} target {p:.3f}  draft {q:.3f}  ratio {ratio:5.2f}  random "
-                  f"{noise[0, i]:.3f}  {'accepted' if i == rank else 'rejected'}")
-            residual = method.ratios(target_probs, draft_probs, tokens[:, : i + 1], [1] * (i + 1), None)[1]
-            if i != rank:
-                best = zip(*(x[0].tolist() for x in residual.topk(3)))
-                print("        left of the target: " + "  ".join(f"{self.text(t)} {p:.3f}" for p, t in best))
+            print(f"    child {self.text(child):<14} target {residual[0, child]:.3f}  draft {draft[0, child]:.3f}  ratio "
+                  f"{ratios[0, i]:6.3f}  random {noise[0, i]:.3f}  {'accepted' if i == rank else 'rejected'}")
+            if i == rank:
+                self.walked.append(self.text(child))
+            elif method.ratios is not _ratios_of_spectr or i == tokens.shape[1] - 1:     # SpecTr has one residual, at the end
+                residual = method.ratios(target_probs, draft_probs, tokens[:, : i + 1], [1] * (i + 1), None)[1]
+                print(f"          left of the target: {self.likeliest(residual[0])}")
+                if method.propose is sample_without_replacement:
+                    draft = _without(draft, tokens[:, : i + 1])
         if rank < 0:
-            print(f"  no child is left: {self.text(token)} is drawn from what is left of the target")
+            print(f"    no child is left: {self.text(token)} is drawn from what is left of the target")
+
+    def observe_tree(self, method, layout, tokens, mass, noise, residual, node, token):
+        print(f"  after {self.text(tokens[0])}, from the leaves up: the first to accept wins")
+        for one in layout.post_order.tolist():
+            path = " ".join(self.text(tokens[i]) for i in layout.paths[one]) or "the root"
+            print(f"    {path:<30} mass {mass[one]:.3f}  random {noise[one]:.3f}  {'accepted' if one == node else 'rejected'}")
+            if one == node:
+                break
+        print(f"          left of the target: {self.likeliest(residual[int(node)])}, of which {self.text(token)} is drawn")
+
+    def likeliest(self, probs, k: int = 3):
+        best = zip(*(x.tolist() for x in probs.topk(k)))
+        return "  ".join(f"{self.text(token)} {p:.3f}" for p, token in best if p > 0)
 
     def put(self, value):
         if self.ids is None:                                             # the prompt
@@ -1833,6 +1870,8 @@ class Printer:
             return
         token, drafted = int(value), self.from_draft > 0
         self.from_draft -= drafted
+        if self.explain and not self.ids:
+            print(f"{self.text(token)} is drawn from the target: the prompt's own pass gives the first token\n")
         self.ids.append(token)
         self.pending.append(token)
         text = self.tokenizer.decode(self.pending)
@@ -1896,7 +1935,7 @@ def run(args) -> int:
     interrupted = False
     try:
         if stream:
-            print(tokenizer.decode(ids[0]), end="", flush=True)
+            print(tokenizer.decode(ids[0]), end="\n\n" if args.explain or args.show_tree else "", flush=True)
         decode_once("auto" if args.command == "plan" else args.tree, printer)
     except KeyboardInterrupt:
         printer.end()

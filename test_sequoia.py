@@ -1038,8 +1038,7 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     prompt, tree = prompt_of(30), optimal_tree([0.5, 0.2, 0.1], 14, 5)
     decoder = decoder_for(target, draft, prompt)
     decoder.plant(tree)
-    place = decoder.place()
-    decoder.grow(place)
+    place, _, _ = decoder.grow()
     logits = decoder.target(decoder.tokens[1:], place, slice(1, None))
     for node in range(tree.size):
         text = torch.cat([prompt[0], decoder.path_tokens(node)])[None]
@@ -1163,12 +1162,13 @@ def test_static_program_is_greedy_too(name):
 
 
 def test_greedy_equals_plain_generate_on_held_out_prompts():
-    target, draft = (transformers.AutoModelForCausalLM.from_pretrained(TINY / name, dtype=torch.float32).eval()
-                     for name in ("target", "draft"))
+    plain, target, draft = (transformers.AutoModelForCausalLM.from_pretrained(TINY / name, dtype=torch.float32).eval()
+                            for name in ("target", "target", "draft"))
+    target, draft = sequoia.pack(target), sequoia.pack(draft)
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "target")
     planner = sequoia.Planner()
     for prompt in bench.texts(argparse.Namespace(prompts=None, tokenizer=tokenizer, device="cpu"), 20, 128):
-        expected = target.generate(prompt, max_new_tokens=40, do_sample=False)
+        expected = plain.generate(prompt, max_new_tokens=40, do_sample=False)
         for tree in ("auto", "64x8", "sequences:5x8", "none"):
             out = sequoia.generate(target, draft, prompt, max_new_tokens=40, do_sample=False, tree=tree, planner=planner)
             assert torch.equal(out, expected), tree
