@@ -971,6 +971,9 @@ def planner(args):
                   "x plain predicted": chooser.speedup(tree, rates),
                   "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
     table("Predicted and achieved around the planned tree", rows)
+    starts = [hard_start(pair, temperature, prompts, args) for temperature in temperatures]
+    table("Hard starts: a draft of random weights; a planner that began with a useless draft's rates, after so many tokens "
+          "against one that has learnt; and seconds of planning, the first time and every other", starts)
     times = [{"model": model, "tokens": n, "ms": 1e3 * seconds, "x one token": seconds / all_seconds[0]}
              for model, counts, all_seconds in (("target", latency.sizes, latency.target),
                                                 ("draft", latency.widths, latency.draft))
@@ -992,7 +995,31 @@ def planner(args):
                            label=model)
             right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
             right.legend()
-    return {"device": describe(pair), "around": rows, "latency": times}
+    return {"device": describe(pair), "around": rows, "starts": starts, "latency": times}
+
+
+def hard_start(pair, temperature, prompts, args) -> dict:
+    """How little a useless draft costs, and how soon a planner forgets what was wrong. Prompts take turns: odd ones teach."""
+    torch.manual_seed(args.seed)
+    useless = AutoModelForCausalLM.from_config(pair.draft.config, dtype=pair.draft.dtype).to(args.device).eval()
+    useless = sequoia.pack(useless) if args.device == "cpu" else useless
+    with tempfile.TemporaryDirectory() as folder:
+        doubtful, learnt, misled = (sequoia.Planner(Path(folder) / name) for name in ("doubtful", "learnt", "misled"))
+        misled.acceptance.prior = np.full_like(misled.acceptance.prior, 0.02)
+        auto = functools.partial(ours, pair, temperature, "auto")
+        contenders = {"plain": ours(pair, temperature, "none"), "useless": auto(planner=doubtful, draft=useless),
+                      "learnt": auto(planner=learnt), "misled": auto(planner=misled)}
+        first, enough = sequoia.Planner(Path(folder) / "first"), -(-500 // args.new_tokens)
+        auto(planner=first)(prompts[0], 8)
+        for prompt in prompts[1::2]:
+            contenders["learnt"](prompt, args.new_tokens)
+        for prompt in prompts[1::2][:enough]:
+            contenders["misled"](prompt, args.new_tokens)
+        seconds, _ = timed(lambda: sequoia.plan(learnt.acceptance.rates(levels=4), learnt.latency, max_branch=10))
+        runs = interleave(contenders, prompts[::2], args, f"hard starts, {named(temperature)}")
+    return {"temperature": temperature, "useless draft: x plain": speedup(runs["plain"], runs["useless"]),
+            "misled: tokens seen": enough * args.new_tokens, "misled: x learnt": speedup(runs["learnt"], runs["misled"]),
+            "first plan, s": first.seconds, "another, s": seconds}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

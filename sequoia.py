@@ -1487,6 +1487,18 @@ def plan(rates, latency: Latency, max_depth: int | None = None, max_branch: int 
                 f"{n[other]}x{d[other]}, {speed[other]:.2f} times")
 
 
+def made_for(decoder: Decoder) -> dict:
+    """All that a decoder's times and acceptance depend on, but for the text."""
+    device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
+    models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype), hasattr(one.model, "stream")]
+              for one in (decoder.target, decoder.draft)]
+    sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
+                for processor in decoder.processors]
+    method = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
+    return dict(models=models, device=device, method=method, sampling=sampling,
+                versions=[torch.__version__, transformers.__version__])
+
+
 class Planner:
     """Chooses the trees for a pair on this machine, from the times it has measured and the acceptance it has counted.
 
@@ -1503,21 +1515,24 @@ class Planner:
         """The tree for a text whose prompt this decoder has read: this one, the best of all ("auto"), or of a size and depth."""
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
-        random = decoder.generator               # the text's own numbers are left alone: no tree depends on them, nor they on it
-        decoder.generator = torch.Generator(decoder.base.device).manual_seed(0)
-        if spec == "auto" and self.latency is None:
+        random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)     # the text's own
+        if spec == "auto" and self.latency is None:                      # numbers are left alone: no tree depends on them
             self.restore(decoder)
-        if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:      # the prompt's own logits, while little is known
-            positions = len(decoder.target.logits)
-            decoder.generator.manual_seed(0)                             # the same whether times were measured or read
-            measure_acceptance(decoder.target_probs(decoder.target.logits, []),
-                               decoder.draft_probs(decoder.draft.logits, []), decoder.method, generator=decoder.generator, acceptance=self.acceptance,
-                               text=torch.cat([decoder.history[0], decoder.tokens[1:2]])[-positions:])
+        if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
+            self.look_at_prompt(decoder)
         decoder.generator, self.branch = random, min(len(PRIOR), decoder.vocabulary)
         if spec != "auto":
             return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.branch)
         self.choose()
         return self.chosen.tree
+
+    def look_at_prompt(self, decoder):
+        """What the logits of the prompt's own pass show, which counts while little else is known."""
+        target_probs = decoder.target_probs(decoder.target.logits, [])                           # (positions, V)
+        draft_probs = decoder.draft_probs(decoder.draft.logits, [])
+        text = torch.cat([decoder.history[0], decoder.tokens[1:2]])[-len(target_probs):]         # what follows each position
+        decoder.generator.manual_seed(0)                                 # the same whether times were measured or read
+        measure_acceptance(target_probs, draft_probs, decoder.method, 4, decoder.generator, self.acceptance, text)
 
     def learn(self, step: Step, spec) -> Tree | None:
         """Counts what a step has shown. Returns a better tree to go on with, where there is one."""
@@ -1542,17 +1557,11 @@ class Planner:
 
     def restore(self, decoder):
         """Takes the times, and counts if there are any, from the file; where they are for something else, measures anew."""
-        device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
-        sampling = [[type(p).__name__, *(value for value in vars(p).values() if isinstance(value, (int, float)))]
-                    for p in decoder.processors]
-        models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype)] for one in
-                  (decoder.target, decoder.draft)]
-        method = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
-        self.made_for = dict(models=models, device=device, method=method, sampling=sampling)
+        self.made_for = made_for(decoder)
         if self.file is None:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sequoia"
-            self.file = folder / f"{hashlib.sha256(json.dumps(self.made_for).encode()).hexdigest()[:16]}.json"
-        self.made_for.update(torch=torch.__version__, transformers=transformers.__version__)
+            name = json.dumps({key: value for key, value in self.made_for.items() if key != "versions"})
+            self.file = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         if not self.replan and self.file.exists():
             try:
                 self.latency, counts = self.read(json.loads(self.file.read_text()))
