@@ -971,6 +971,7 @@ def planner(args):
                   "x plain predicted": chooser.speedup(tree, rates),
                   "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
     table("Predicted and achieved around the planned tree", rows)
+    sizes = speed_by_size(pair, latency, rates, temperatures[-1], prompts, args)
     starts = [hard_start(pair, temperature, prompts, args) for temperature in temperatures]
     table("Hard starts: a draft of random weights; a planner that began with a useless draft's rates, after so many tokens "
           "against one that has learnt; and seconds of planning, the first time and every other", starts)
@@ -980,7 +981,7 @@ def planner(args):
              for n, seconds in zip(counts, all_seconds)]
     table("t(n), as the planner measures it: a step without its draft passes, and one draft pass, over n tokens", times)
     if args.figures:
-        with figure("planner", panels=2) as (left, right):
+        with figure("planner", panels=3) as (left, middle, right):
             for temperature, marker in zip(temperatures, "osv^"):
                 mine = [row for row in rows if row["temperature"] == temperature]
                 promised, achieved = ([row[f"x plain {kind}"] for row in mine] for kind in ("predicted", "achieved"))
@@ -989,13 +990,35 @@ def planner(args):
             left.axline((1, 1), slope=1, color=COLOURS["best"], linestyle="--", linewidth=1)
             left.set(xlabel="predicted speedup over plain", ylabel="achieved")
             left.legend()
+            for name, shade in (("planned", "sequoia"), ("free", "specinfer")):
+                middle.plot([row["nodes"] for row in sizes], [row[f"x plain, depth {name}"] for row in sizes], "o-",
+                            color=colour(shade), label=f"depth {name}")
+            middle.set_xscale("log", base=2)
+            middle.set(xlabel="tree size (nodes)", ylabel="speedup over plain", title=named(temperatures[-1]))
+            middle.legend()
             for model, name in (("target", "sequoia"), ("draft", "specinfer")):
                 mine = [row for row in times if row["model"] == model]
                 right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name),
                            label=model)
             right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
             right.legend()
-    return {"device": describe(pair), "around": rows, "starts": starts, "latency": times}
+    return {"device": describe(pair), "around": rows, "sizes": sizes, "starts": starts, "latency": times}
+
+
+def speed_by_size(pair, latency, rates, temperature, prompts, args) -> list[dict]:
+    """Speedup over plain decoding by tree size: the optimal tree of free depth, and of the depth that the times ask for."""
+    sizes, trees = [n for n in (2, 4, 8, 16, 32, 64) if n <= latency.sizes[-1]], {}
+    for n in sizes:
+        trees[n, "free"] = sequoia.optimal_tree(rates, n)
+        shapes = [sequoia.optimal_tree(rates, n, d) for d in range(2, trees[n, "free"].depth + 1)
+                  if n <= sum(len(rates) ** level for level in range(d))]
+        trees[n, "planned"] = max(shapes, key=lambda tree: sequoia.expected_tokens(tree, rates) / latency.step(n, tree.depth))
+    contenders = {"plain": ours(pair, temperature, "none")}
+    contenders |= {name: ours(pair, temperature, tree) for name, tree in trees.items()}
+    runs = interleave(contenders, prompts[::2][: args.count], args, "depth free and planned")
+    rows = [{"nodes": n, **{f"levels, {kind}": trees[n, kind].depth for kind in ("planned", "free")},
+             **{f"x plain, depth {kind}": speedup(runs["plain"], runs[n, kind]) for kind in ("planned", "free")}} for n in sizes]
+    return table(f"Speedup by tree size, with the depth planned and with it free; {named(temperature)}", rows)
 
 
 def hard_start(pair, temperature, prompts, args) -> dict:
