@@ -1426,7 +1426,7 @@ class Latency(NamedTuple):
 
 
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
-    """Times this decoder's steps, and their first half alone, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
+    """Times both halves of this decoder's steps, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
     up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
     and since noise only adds to a time, none is longer than that of a larger tree."""
     start, target, draft = decoder.clock(), {}, {}
@@ -1434,13 +1434,19 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     def measure(size):
         tree, times = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length())), []
         decoder.plant(tree)
-        grow, step = decoder.captured(decoder.grow), decoder.prepare()
+        grow = decoder.captured(decoder.grow)
+        grown = grow()
+        def rest():
+            return decoder.judge(*grown)
+        judge = decoder.captured(rest) if decoder.whole else rest
         while len(times) < 3 or len(times) < 16 and np.sum(times) < 0.1:
             with decoder.rehearsal():
-                begun, _, grown, _, done = decoder.clock(), grow(), decoder.clock(), step(), decoder.clock()
-            times.append((grown - begun, done - grown))
-        grow_seconds, step_seconds = np.median(times[1:], axis=0).tolist()
-        target[size] = max(step_seconds - grow_seconds, 1e-9)
+                begun = decoder.clock()
+                grown = grow()
+                half = decoder.clock()
+                judge()
+                times.append((half - begun, decoder.clock() - half))
+        grow_seconds, target[size] = np.median(times[1:], axis=0).tolist()
         if size > 1:
             draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
 
