@@ -957,7 +957,7 @@ def planner(args):
             ours(pair, temperature, "auto", planner=chooser)(prompt, args.new_tokens)
         latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
         centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
-        sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 4).round().astype(int).tolist()
+        sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 5).round().astype(int).tolist()
         largest = {d: sum(len(rates) ** level for level in range(d)) for d in range(2, centre[1] + 2)}
         shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if d <= n <= largest.get(d, 0)}
         around = [sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes | {centre})]
