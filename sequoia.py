@@ -947,10 +947,11 @@ class Decoder:
         random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
-            with self.rehearsal(), torch.cuda.stream(side):
-                for _ in range(2):
-                    run()
-            torch.cuda.current_stream().wait_stream(side)
+            with self.rehearsal():
+                with torch.cuda.stream(side):
+                    for _ in range(2):
+                        run()
+                torch.cuda.current_stream().wait_stream(side)            # before the state is restored
             generator.set_state(random)
             if self.generator is not None:
                 graph.register_generator_state(self.generator)
@@ -1927,7 +1928,7 @@ def run(args) -> int:
     say = (lambda text: None) if args.json or RANK else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
-    draft = load(args.draft, args, say) if args.tree != "none" else None         # first: what it leaves free is the target's
+    draft = load(args.draft, args, say) if args.tree != "none" or args.command == "plan" else None         # first: what it leaves free is the target's
     target = load(args.target, args, say, large=True)
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
