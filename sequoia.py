@@ -1621,7 +1621,8 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
     machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
     Planner, to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
-    children, as `Method.verify` does, or of a tree, as `Traversal` does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate`
+    children, as `Method.verify` does, or of a tree, as `Traversal` does. cuda_graph: on a GPU, record the step once and
+    replay it. The rest is what `generate`
     prepares: its processors shape both models' distributions, its stopping criteria are asked after every token. A batch is
     decoded row by row. Raises ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -1928,7 +1929,8 @@ def run(args) -> int:
     say = (lambda text: None) if args.json or RANK else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
     ids = read_prompt(args, tokenizer)
-    draft = load(args.draft, args, say) if args.tree != "none" or args.command == "plan" else None         # first: what it leaves free is the target's
+    drafting = args.tree != "none" or args.command == "plan"
+    draft = load(args.draft, args, say) if drafting else None            # first: what it leaves free is the target's
     target = load(args.target, args, say, large=True)
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
