@@ -954,7 +954,7 @@ def planner(args):
     for temperature in temperatures:
         chooser = sequoia.Planner()
         for prompt in progress(prompts[1::2], f"planning, {named(temperature)}"):
-            ours(pair, temperature, "auto", planner=chooser)(prompt, args.new_tokens)
+            ours(pair, temperature, "auto", args.method, planner=chooser)(prompt, args.new_tokens)
         latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
         centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
         sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 5).round().astype(int).tolist()
@@ -963,7 +963,7 @@ def planner(args):
         around = [sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes | {centre})]
         around = {(tree.size, tree.depth): tree for tree in around}              # some need fewer levels than they may
         contenders = {"plain": ours(pair, temperature, "none")}
-        contenders |= {shape: ours(pair, temperature, tree) for shape, tree in around.items()}
+        contenders |= {shape: ours(pair, temperature, tree, args.method) for shape, tree in around.items()}
         runs = interleave(contenders, prompts[::2], args, named(temperature))
         rows += [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
                   "tokens/step predicted": sequoia.expected_tokens(tree, rates),
@@ -1192,6 +1192,7 @@ def arguments():
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; 64 with --quick)")
     add("--nodes", type=int, nargs="+", default=[16, 64], metavar="N", help="trees: sizes to draw (16 64)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
+    add("--method", default="sequoia", choices=sequoia.METHODS, help="planner: how trees are verified (sequoia)")
     add("--sweep", action="store_true", help="speed: also k sequences of length L, over a grid of both")
     add("--synthetic", choices=SYNTHETIC, help="speed: a pair of these shapes, random, with the paper's acceptance")
     add("--size-gb", type=float, metavar="GB", help="offload: of the target's weights (2; 0.3 with --quick)")

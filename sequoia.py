@@ -780,7 +780,8 @@ class Decoder:
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
         self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
-        self.method = GREEDY if greedy else find_method(method)
+        self.method = GREEDY if greedy else find_method("sequoia" if method == "auto" else method)
+        self.undecided = method == "auto" and not greedy                 # between sequoia and traversal: the planner measures
         self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
@@ -920,14 +921,17 @@ class Decoder:
         self.healthy = healthy
         self.agree(self.tokens)
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
-        def target_probs(nodes):
-            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
-        node, token = self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator,
-                                              self.static, self.observe)
-        node, token = self.agree(torch.cat([node, token])).split(1)
+        node, token = self.agree(torch.cat(self.verify(logits, draft_probs))).split(1)
         report = torch.cat([self.healthy, node, token, self.tokens[1:]])
         self.keep(place, node, token)
         return report
+
+    def verify(self, logits, draft_probs) -> tuple[Tensor, Tensor]:
+        """The last accepted node and the token after it, (1,) each."""
+        def target_probs(nodes):
+            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
+        return self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator, self.static,
+                                       self.observe)
 
     def keep(self, place, node, token):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
@@ -1465,6 +1469,24 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     return Latency(sorted(target), rising[0], sorted(draft), rising[1])
 
 
+def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
+    """Traversal verification never yields fewer tokens than Sequoia's, but it looks at every node: it is chosen where that costs
+    less than a hundredth of a step. Both are timed on one tree and its logits."""
+    decoder.plant(tree)
+    with decoder.rehearsal():
+        place, draft_probs, _ = decoder.grow()
+        logits, seconds = decoder.target(decoder.tokens[1:], place, slice(1, None)), {"sequoia": [], "traversal": []}
+        for name, times in seconds.items():
+            decoder.method = METHODS[name]
+            run = decoder.captured(lambda: decoder.verify(logits, draft_probs))
+            for _ in range(10):
+                start = decoder.clock()
+                run()
+                times.append(decoder.clock() - start)
+    cost = np.median(seconds["traversal"]) - np.median(seconds["sequoia"])
+    return "traversal" if cost < 0.01 * latency.step(tree.size, tree.depth) else "sequoia"
+
+
 @dataclass(frozen=True)
 class Plan:
     """The tree that promises the most tokens a second, and why."""
@@ -1502,6 +1524,7 @@ def made_for(decoder: Decoder) -> dict:
     sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
                 for processor in decoder.processors]
     method = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
+    method = "auto" if decoder.undecided else method
     return dict(models=models, device=device, method=method, sampling=sampling,
                 versions=[torch.__version__, transformers.__version__])
 
@@ -1515,7 +1538,7 @@ class Planner:
 
     def __init__(self, file=None, adapt: bool = True, replan: bool = False):
         self.file, self.adapt, self.replan = file and Path(file), adapt, replan
-        self.acceptance, self.latency, self.chosen = Acceptance(), None, None
+        self.acceptance, self.latency, self.chosen, self.method = Acceptance(), None, None, None
         self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
 
     def tree(self, decoder: Decoder, spec) -> Tree:
@@ -1523,11 +1546,14 @@ class Planner:
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
         random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)     # the text's own
-        if spec == "auto" and self.latency is None:                      # numbers are left alone: no tree depends on them
+        self.branch = min(len(PRIOR), decoder.vocabulary)                # numbers are left alone: no tree depends on them
+        if spec == "auto" and self.latency is None:
             self.restore(decoder)
+        if spec == "auto" and decoder.undecided:
+            decoder.method = find_method(self.method or "sequoia")
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
             self.look_at_prompt(decoder)
-        decoder.generator, self.branch = random, min(len(PRIOR), decoder.vocabulary)
+        decoder.generator = random
         if spec != "auto":
             return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.branch)
         self.choose()
@@ -1571,14 +1597,17 @@ class Planner:
             self.file = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         if not self.replan and self.file.exists():
             try:
-                self.latency, counts = self.read(json.loads(self.file.read_text()))
+                self.latency, counts, self.method = self.read(json.loads(self.file.read_text()))
                 self.acceptance.tried, self.acceptance.accepted = counts
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"the plan in {self.file} cannot be used and is measured anew: {type(error).__name__} {error}")
-        self.latency, self.acceptance = decoder.agree((self.latency, self.acceptance))
+        self.latency, self.acceptance, self.method = decoder.agree((self.latency, self.acceptance, self.method))
         if self.latency is None:
             start = time.perf_counter()
             self.latency = measure_latency(decoder)
+            if decoder.undecided:
+                tree = plan(self.acceptance.rates(levels=4), self.latency, max_branch=min(self.branch, 10)).tree
+                self.method = faster_method(decoder, tree, self.latency)
             self.seconds = time.perf_counter() - start
             self.save()
 
@@ -1592,11 +1621,13 @@ class Planner:
                 raise ValueError("its times are not times")
         if counts.shape != (2, *self.acceptance.tried.shape) or not (0 <= counts[1]).all() or not (counts[1] <= counts[0]).all():
             raise ValueError("its counts are not counts")
-        return latency, counts
+        if (kept["method"] in ("sequoia", "traversal")) != (self.made_for["method"] == "auto"):
+            raise ValueError("its method is not one to choose from")
+        return latency, counts, kept["method"]
 
     def save(self):
         """Keeps the times, and what was counted up to now, in the file; whole or not at all."""
-        kept = {"made for": self.made_for, "latency": self.latency._asdict(),
+        kept = {"made for": self.made_for, "latency": self.latency._asdict(), "method": self.method,
                 "counts": [self.acceptance.tried.tolist(), self.acceptance.accepted.tolist()]}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -1613,13 +1644,13 @@ class Planner:
 
 @torch.no_grad()
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
-           method="sequoia", generator=None, planner=None, on_step=None, observe=None, cuda_graph=True, **model_kwargs):
+           method="auto", generator=None, planner=None, on_step=None, observe=None, cuda_graph=True, **model_kwargs):
     """Tree speculative decoding, to be handed to transformers:
 
         target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
 
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
-    machine. method: a name from METHODS. generator: where the randomness comes from, by default torch's own. planner: a
+    machine. method: a name from METHODS; "auto" is traversal where the planner finds it faster, else sequoia. generator: where the randomness comes from, by default torch's own. planner: a
     Planner, to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
     children, as `Method.verify` does, or of a tree, as `Traversal` does. cuda_graph: on a GPU, record the step once and
     replay it. The rest is what `generate`
@@ -1729,7 +1760,8 @@ def arguments(argv=None):
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="keep tokens at least this likely, relative to the likeliest")
     add("--seed", type=int, default=0, help="the same seed and plan give the same text (0)")
-    add("--method", default="sequoia", choices=METHODS, help="how a node's children are drawn and verified (sequoia)")
+    add("--method", default="auto", choices=["auto", *METHODS], help="how a node's children are drawn and verified (auto: "
+                                                                     "traversal where the plan finds it faster, else sequoia)")
     add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of so many "
                                        "nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
     add("--plan", metavar="FILE", help="where the measured times are kept (a file for each pair in the user's cache folder)")
@@ -1981,7 +2013,7 @@ def summary(args, printer, planner, tokenizer, target) -> dict:
         planning_seconds=planner.seconds, tokens_per_second=len(ids) / seconds,
         tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
         acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
-        method=args.method, temperature=args.temperature, seed=args.seed, device=args.device, dtype=str(target.dtype)[6:])
+        method=planner.method or args.method.replace("auto", "sequoia"), temperature=args.temperature, seed=args.seed, device=args.device, dtype=str(target.dtype)[6:])
 
 
 def print_summary(result, planner):

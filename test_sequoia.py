@@ -1614,6 +1614,33 @@ def test_times_are_measured_once_and_kept(llama, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "a") == ["plan.json"]                        # nothing half-written is left
 
 
+@pytest.mark.parametrize("cost, chosen", [(0.0, "traversal"), (0.009, "traversal"), (0.011, "sequoia")])
+def test_traversal_is_chosen_where_its_sweep_costs_little(llama, tmp_path, monkeypatch, cost, chosen):
+    """On a clock that only its sweep moves, by this many of the seconds that a step takes; then the choice is kept and used."""
+    now, sweep, used = [0.0], sequoia.Traversal.sweep, []
+
+    def slow_sweep(*args):
+        now[0] += cost
+        used.append(1)
+        return sweep(*args)
+    monkeypatch.setattr(sequoia, "measure_latency", lambda decoder: sequoia.Latency([1, 8], [1.0, 1.0], [1.0], [1e-6]))
+    monkeypatch.setattr(sequoia.Decoder, "clock", lambda decoder: now[0])
+    monkeypatch.setattr(sequoia.Traversal, "sweep", slow_sweep)
+    planner, text = planner_of(llama, tmp_path / "plan.json")
+    assert planner.method == chosen
+    monkeypatch.setattr(sequoia, "faster_method", None)                       # would fail if it were asked again
+    used.clear()
+    again, same_text = planner_of(llama, tmp_path / "plan.json")
+    assert again.method == chosen and same_text == text and bool(used) == (chosen == "traversal")
+
+
+def test_a_planner_that_has_seen_greedy_text_may_sample(llama, tmp_path):
+    planner = sequoia.Planner(tmp_path / "plan.json")
+    for do_sample in (False, True):
+        sequoia.generate(*llama, prompt_of(16), max_new_tokens=8, do_sample=do_sample, planner=planner)
+    assert planner.method is None                                             # and is Sequoia's then
+
+
 def test_a_plan_with_other_settings_is_another_file(llama, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for kwargs in (dict(temperature=0.5), dict(temperature=0.7), dict(method="topk"), dict(do_sample=False)):
@@ -1635,10 +1662,12 @@ def spoil(change):
     spoil(lambda kept: kept["latency"]["target"].pop()), spoil(lambda kept: kept["latency"].update(sizes=[])),
     spoil(lambda kept: kept["latency"]["target"].__setitem__(0, math.nan)), spoil(lambda kept: kept.update(counts=[[1], [2]])),
     spoil(lambda kept: kept["latency"].update(sizes=[3, 2, 1])), spoil(lambda kept: kept["made for"].update(versions=["1.0", "5.0"])),
-    spoil(lambda kept: kept["made for"].update(models=["another"]))])
+    spoil(lambda kept: kept["made for"].update(models=["another"])), spoil(lambda kept: kept.pop("method")),
+    spoil(lambda kept: kept.update(method="topk"))])
 def test_a_file_that_cannot_be_used_is_measured_anew_with_one_warning(llama, tmp_path, hazard, monkeypatch):
     file, known = tmp_path / "plan.json", sequoia.Latency([1, 8], [1.0, 1.1], [1.0, 2.0], [0.1, 0.1])
     monkeypatch.setattr(sequoia, "measure_latency", lambda decoder: known)
+    monkeypatch.setattr(sequoia, "faster_method", lambda *_: "traversal")
     planner_of(llama, file)
     good = file.read_text()
     file.write_text(hazard(good))
