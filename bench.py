@@ -1068,7 +1068,7 @@ def offload(args):
               f"{', the cache of files not used' * args.cold}.", flush=True)
         prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(min(2, args.count))]
         for temperature in args.temperatures or [0.6]:
-            for tree in progress(["none", "sequences:5x8", "sequences:16x48", "auto"], named(temperature)):
+            for tree in progress(["none", "auto", "sequences:5x8", "sequences:16x48"], named(temperature)):
                 method = "specinfer" if tree.startswith("sequences") else "sequoia"
                 run, tokens = ours(pair, temperature, tree, method), max(24, args.new_tokens)
                 tokens = max(8, tokens // 4) if tree in ("none", "sequences:16x48") else tokens      # their tokens are slow
@@ -1080,15 +1080,16 @@ def offload(args):
                 rows.append({"tree": tree.removeprefix("sequences:"), "temperature": temperature,
                              "nodes": planned.size, "levels": planned.depth, "tokens/step": yielded, "s/step": step,
                              "s/token": step / yielded, "GB streamed": streamed / 1e9,
-                             "share of bandwidth": streamed / step / bandwidth})
+                             "share of bandwidth": streamed / step / bandwidth, "peak GB": peak_memory(args.device) / 1e9})
                 plain = next(row for row in rows if row["temperature"] == temperature)
                 rows[-1]["x no tree"] = plain["s/token"] / rows[-1]["s/token"]
                 rows[-1]["conversion"] = rows[-1]["x no tree"] / yielded
-        memory = {"before": started, "peak": peak_memory(args.device), "target": size}
+        memory = {"before": started, "peak": 1e9 * rows[1]["peak GB"], "target": size}
         peer = accelerate_seconds(folder, dtype, prompts[0], args)
-    table(f"Steps of a target that streams; conversion: times no tree / tokens per step; {len(prompts)} prompts", rows)
-    print(f"\nPeak memory {memory['peak'] / 1e9:.2f} GB, {started / 1e9:.2f} GB of it before there was a model "
-          f"({before / 1e9:.2f} with writing the target): {(memory['peak'] - started) / size:.2f} of the target's size.")
+    table(f"Steps of a target that streams; conversion: times no tree / tokens per step; peak GB: up to here; "
+          f"{len(prompts)} prompts", rows)
+    print(f"\nPeak memory, with no tree and the planned one, {memory['peak'] / 1e9:.2f} GB: {memory['peak'] / size:.2f} of the "
+          f"target's size. Of it {started / 1e9:.2f} GB before there was a model, {before / 1e9:.2f} with writing the target.")
     if peer:
         print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / plain['s/token']:.2f} times no tree's.")
     return {"device": describe(pair), "bandwidth": bandwidth, "measured": rows, "memory": memory, "accelerate": peer}

@@ -1213,40 +1213,57 @@ def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = 
     read. The other arguments are `offload`'s. Raises ValueError for files that do not have the model's weights."""
     if (device := find_device(device)).type == "cuda":
         return offload(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), device, resident, buffers)
-    with torch.device("meta"):                                           # shapes and names, no values
+    model = empty_model(name, dtype)
+    path, layers, resident = streaming_layers(model, device, resident, buffers)
+    layers, places, state, loaded = layers[resident:], weight_files(model, name), {}, {}
+    names = [[f"{path}.{i}.{key}" for key, _ in layer.named_parameters()] for i, layer in enumerate(layers, resident)]
+    streaming = set(sum(names, []))
+    for key, tensor in model.state_dict().items():
+        if key in streaming:
+            state[key] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)                # takes no memory
+        else:
+            if (place := places[key]) not in loaded:                     # a tied weight is read once
+                loaded[place] = place.read(torch.empty(tensor.shape, dtype=tensor.dtype))
+            state[key] = loaded[place]
+    model.load_state_dict(state, strict=False, assign=True)
+    parameters = [list(layer.parameters()) for layer in layers]
+
+    def read(i, buffer):
+        for key, view in zip(names[i], views(buffer, parameters[i])):
+            places[key].read(view)
+    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where the layer is waited for
+    return start_stream(model, layers, lambda i, buffer: thread.submit(read, i, buffer).result, device, buffers)
+
+
+def empty_model(name: str, dtype: torch.dtype):
+    """A model without values for its weights. Buffers that are in no file are computed, as transformers does."""
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=dtype)
     if generation := cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False):
         model.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
-    path, layers, resident = streaming_layers(model, device, resident, buffers)
-    streaming = {f"{path}.{i}.{key}" for i in range(resident, len(layers)) for key, _ in layers[i].named_parameters()}
-    known, names = model.state_dict(keep_vars=True), {}
+    in_files = set(model.state_dict(keep_vars=True).values())
+    for buffer in model.buffers():
+        if buffer not in in_files:
+            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()
+    return model
+
+
+def weight_files(model, name: str) -> dict[str, "Stored"]:
+    """Where each of the model's weights is stored, by all names that the model has for it: of a tied one only one is stored."""
+    known, names, places = model.state_dict(keep_vars=True), {}, {}
     renamed = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
     stored = {rename_source_key(key, renamed, [], model.base_model_prefix, known)[0]: place
               for key, place in stored_tensors(name).items()}
-    for key, tensor in known.items():                                    # a tied weight has several names, and one is stored
+    for key, tensor in known.items():
         names.setdefault(tensor, []).append(key)
-    for buffer in model.buffers():
-        if buffer not in names:                                          # in no file: computed, as transformers does
-            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=device))
-    model.initialize_weights()
-    state, sources = {}, {}
     for tensor, keys in names.items():
         found = next((stored[key] for key in keys if key in stored), None)
         if found is None or found.shape != tensor.shape:
             raise ValueError(f"the files of {name} have {found and list(found.shape)} for {keys[0]}, which in the model is "
                              f"{list(tensor.shape)}; only what is stored just as the model has it can stream from disk")
-        sources[keys[0]] = found
-        empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)                         # takes no memory
-        state.update(dict.fromkeys(keys, empty if keys[0] in streaming else found.read(torch.empty_like(empty))))
-    model.load_state_dict(state, strict=False, assign=True)
-    places = [[sources[f"{path}.{i}.{key}"] for key, _ in layers[i].named_parameters()] for i in range(resident, len(layers))]
-    parameters = [list(layer.parameters()) for layer in layers[resident:]]
-
-    def read(i, buffer):
-        for place, view in zip(places[i], views(buffer, parameters[i])):
-            place.read(view)
-    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where the layer is waited for
-    return start_stream(model, layers[resident:], lambda i, buffer: thread.submit(read, i, buffer).result, device, buffers)
+        places.update(dict.fromkeys(keys, found))
+    return places
 
 
 def streaming_layers(model, device, resident, buffers) -> tuple[str, nn.ModuleList, int]:
@@ -1650,12 +1667,12 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
         target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, do_sample=True, temperature=0.6)
 
     draft: a model over the same vocabulary. tree: a Tree, or what `parse_tree` reads; "auto" is planned for this pair and
-    machine. method: a name from METHODS; "auto" is traversal where the planner finds it faster, else sequoia. generator: where the randomness comes from, by default torch's own. planner: a
-    Planner, to learn from one call to the next. on_step: called with each Step; observe: with each verification of a node's
-    children, as `Method.verify` does, or of a tree, as `Traversal` does. cuda_graph: on a GPU, record the step once and
-    replay it. The rest is what `generate`
-    prepares: its processors shape both models' distributions, its stopping criteria are asked after every token. A batch is
-    decoded row by row. Raises ValueError for what cannot be decoded this way."""
+    machine. method: a name from METHODS; "auto" is traversal where the planner finds it faster, else sequoia. generator: where
+    the randomness comes from, by default torch's own. planner: a Planner, to learn from one call to the next. on_step: called
+    with each Step; observe: with each verification of a node's children, as `Method.verify` does, or of a tree, as `Traversal`
+    does. cuda_graph: on a GPU, record the step once and replay it. The rest is what `generate` prepares: its processors shape
+    both models' distributions, its stopping criteria are asked after every token. A batch is decoded row by row. Raises
+    ValueError for what cannot be decoded this way."""
     config, limit = generation_config, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.num_beams not in (None, 1):
         raise ValueError(f"tree speculation samples or is greedy; num_beams must be 1, got {config.num_beams}")
@@ -1750,8 +1767,10 @@ def arguments(argv=None):
     add = parser.add_argument
     add("command", nargs="?", default="decode", choices=("decode", "plan"), help="decode a prompt, or only plan: time the "
         "pair, count on the prompt and its continuation what is accepted, show the curves, and keep the plan (decode)")
-    add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or a hub name (the bundled one)")
-    add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, over the same tokens (the bundled one)")
+    add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or a hub name (the "
+                                                                   "bundled one)")
+    add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, over the same tokens (the "
+                                                                 "bundled one)")
     add("--prompt", default=PROMPT, help="the text to go on from, @FILE, or - for standard input (the head of a Python class)")
     add("--chat", action="store_true", help="put the prompt through the target's chat template, as the user's turn")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
@@ -2013,7 +2032,8 @@ def summary(args, printer, planner, tokenizer, target) -> dict:
         planning_seconds=planner.seconds, tokens_per_second=len(ids) / seconds,
         tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
         acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
-        method=planner.method or args.method.replace("auto", "sequoia"), temperature=args.temperature, seed=args.seed, device=args.device, dtype=str(target.dtype)[6:])
+        method=planner.method or args.method.replace("auto", "sequoia"), temperature=args.temperature, seed=args.seed,
+        device=args.device, dtype=str(target.dtype)[6:])
 
 
 def print_summary(result, planner):
