@@ -462,7 +462,7 @@ class TreeLayout:
         while stack:
             order.append(stack.pop())
             stack.extend(tree.children[order[-1]])
-        self.post_order = torch.tensor(order[::-1], device=device)                   # ... backwards: every node after all below
+        self.post_order = torch.tensor(order[::-1], device=device)                   # ... backwards: a node after all below it
 
 
 @dataclass(frozen=True)
@@ -524,7 +524,7 @@ class Method:
 
 
 class Greedy(Method):
-    """What every method becomes as the temperature goes to 0: the target's choice is put out, and accepted where it is a child."""
+    """What every method becomes as the temperature goes to 0: the target's choice is put out, accepted where it is a child."""
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
         """As the walk of all methods; on the host with nothing but a comparison."""
@@ -695,7 +695,7 @@ class CachedModel:
         self.capacity = max(capacity, self.capacity)
         for i, old in enumerate(self.buffers):
             if old.shape[2] < self.capacity:
-                self.buffers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])      # (entries, heads, slots, dim)
+                self.buffers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])     # (entries, heads, slots, dim)
                 self.buffers[i][:, :, : old.shape[2]] = old
         views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
         self.entries = tuple(views[i] for i in range(len(views)))
@@ -843,8 +843,8 @@ class Decoder:
             raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
 
     def target_probs(self, logits, nodes):
-        """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children are
-        its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
+        """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children
+        are its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
         scores = self.scores(self.target, logits, nodes)
         if not self.greedy:
             return scores.softmax(dim=1)
@@ -880,8 +880,8 @@ class Decoder:
         return step
 
     def draft_probs(self, logits, nodes):
-        """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a thousandth of
-        its probability: so once the rest is used up it is drawn, and not any token at all."""
+        """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a
+        thousandth of its probability: so once the rest is used up it is drawn, and not any token at all."""
         probs = self.scores(self.draft, logits, nodes).softmax(dim=1)
         if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
             return probs
@@ -891,21 +891,21 @@ class Decoder:
         return 0.999 * probs + 0.001 * whole.softmax(dim=1)
 
     def prepare(self) -> Callable:
-        """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass (its
-        layers stream, or ranks share it) with one that grows the tree."""
+        """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass
+        (its layers stream, or ranks share it) with one that grows the tree."""
         if self.whole:
             return self.captured(self.program)
         grow = self.captured(self.grow)
         return lambda: self.judge(*grow())
 
     def program(self) -> Tensor:
-        """A step, but for what it means to the host. Where it is static its shapes are fixed and it never asks the host anything,
-        so that a CUDA graph can hold it."""
+        """A step, but for what it means to the host. Where it is static its shapes are fixed and it never asks the host
+        anything, so that a CUDA graph can hold it."""
         return self.judge(*self.grow())
 
     def grow(self) -> tuple[Place, list[Tensor], Tensor]:
-        """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's distributions,
-        (nodes, V) a level, and whether all went well, (1,)."""
+        """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's
+        distributions, (nodes, V) a level, and whether all went well, (1,)."""
         levels, place, self.healthy = [], self.place(), torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
@@ -916,8 +916,8 @@ class Decoder:
         return place, levels, self.healthy
 
     def judge(self, place, draft_probs, healthy) -> Tensor:
-        """The second half: the target's pass, verification, and what is kept. Returns (3 + tree.size,) whether all went well, the
-        last accepted node, the token after it, and the nodes' tokens."""
+        """The second half: the target's pass, verification, and what is kept. Returns (3 + tree.size,) whether all went well,
+        the last accepted node, the token after it, and the nodes' tokens."""
         self.healthy = healthy
         self.agree(self.tokens)
         logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
@@ -1117,8 +1117,8 @@ def _replay(traced, weights, *inputs):
 
 
 class Stream:
-    """Brings the weights of layers to the device in turn, round and round, ahead of their use. The n-th layer used, counted over
-    all passes, is number n % len(layers), and comes by way of buffer n % len(buffers).
+    """Brings the weights of layers to the device in turn, round and round, ahead of their use. The n-th layer used, counted
+    over all passes, is number n % len(layers), and comes by way of buffer n % len(buffers).
 
     layers: each one's parameters. copy(i, buffer) starts to copy layer i's weights into a buffer, after the copies started
     before and after the work that the device has been given, which may still need what is there; it returns a function that
@@ -1129,7 +1129,7 @@ class Stream:
         size = max(map(flat_size, layers))
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         for parameters in layers:
-            self.point(parameters, self.buffers[0])                      # whatever it holds: for the shapes, and to own nothing
+            self.point(parameters, self.buffers[0])                      # for the shapes, and to own nothing
 
     def point(self, parameters, buffer):
         for parameter, view in zip(parameters, views(buffer, parameters)):
@@ -1231,7 +1231,7 @@ def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = 
     def read(i, buffer):
         for key, view in zip(names[i], views(buffer, parameters[i])):
             places[key].read(view)
-    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where the layer is waited for
+    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where a layer is waited for
     return start_stream(model, layers, lambda i, buffer: thread.submit(read, i, buffer).result, device, buffers)
 
 
@@ -1250,7 +1250,7 @@ def empty_model(name: str, dtype: torch.dtype):
 
 
 def weight_files(model, name: str) -> dict[str, "Stored"]:
-    """Where each of the model's weights is stored, by all names that the model has for it: of a tied one only one is stored."""
+    """Where each of the model's weights is stored, by all names that the model has for it; a tied one is stored once."""
     known, names, places = model.state_dict(keep_vars=True), {}, {}
     renamed = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
     stored = {rename_source_key(key, renamed, [], model.base_model_prefix, known)[0]: place
@@ -1362,7 +1362,7 @@ def join_ranks(device: str) -> str:
 
 
 def load_sharded(name: str, dtype: torch.dtype):
-    """This rank's share of a model, by transformers' tensor parallelism. Raises ValueError where heads cannot be shared out."""
+    """This rank's share of a model, by transformers' tensor parallelism. Raises ValueError where heads cannot be shared."""
     ranks, config = torch.distributed.get_world_size(), AutoConfig.from_pretrained(name).get_text_config(decoder=True)
     for kind in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(config, kind, None) or 0) % ranks:
@@ -1421,8 +1421,8 @@ def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method
                        generator=None, acceptance: Acceptance | None = None, text: Tensor | None = None) -> Acceptance:
     """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified.
 
-    text: (positions,) the token that follows each position. Where it is the one accepted, the next position is a level deeper: so
-    after a run of n such positions one has been seen on all levels from 0 to n, as a tree may begin at any of them."""
+    text: (positions,) the token that follows each position. Where it is the one accepted, the next position is a level
+    deeper: so after a run of n such positions one has been seen on all levels from 0 to n, as a tree may begin at any of them."""
     acceptance, run = acceptance or Acceptance(), 0
     proposals = method.propose(draft_probs, min(children, target_probs.shape[1]), generator)
     ranks, tokens = method.verify(target_probs, draft_probs, proposals, generator)
@@ -1487,8 +1487,8 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
 
 
 def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
-    """Traversal verification never yields fewer tokens than Sequoia's, but it looks at every node: it is chosen where that costs
-    less than a hundredth of a step. Both are timed on one tree and its logits."""
+    """On average traversal verification never yields fewer tokens than Sequoia's, but it looks at every node: it is chosen
+    where that costs less than a hundredth of a step. Both are timed on one tree and its logits."""
     decoder.plant(tree)
     with decoder.rehearsal():
         place, draft_probs, _ = decoder.grow()
@@ -1549,9 +1549,10 @@ def made_for(decoder: Decoder) -> dict:
 class Planner:
     """Chooses the trees for a pair on this machine, from the times it has measured and the acceptance it has counted.
 
-    The times are kept in `file`, by default one for each pair, machine and way of sampling in the user's cache folder: they are
-    measured once, and the same seed gives the same trees and so the same text. What is counted stays with this object unless
-    `save` is called. `replan`: measure again. `adapt`: choose again, as the text grows, where another tree promises 3% more."""
+    The times are kept in `file`, by default one for each pair, machine and way of sampling in the user's cache folder: they
+    are measured once, and the same seed gives the same trees and so the same text. With them the `method` is kept that was
+    found faster, where there was a choice. What is counted stays with this object unless `save` is called. `replan`: measure
+    again. `adapt`: choose again, as the text grows, where another tree promises 3% more."""
 
     def __init__(self, file=None, adapt: bool = True, replan: bool = False):
         self.file, self.adapt, self.replan = file and Path(file), adapt, replan
@@ -1559,18 +1560,19 @@ class Planner:
         self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
 
     def tree(self, decoder: Decoder, spec) -> Tree:
-        """The tree for a text whose prompt this decoder has read: this one, the best of all ("auto"), or of a size and depth."""
+        """The tree for a text whose prompt this decoder has read: the one given, the best of all ("auto"), or the best of a
+        size and depth. Where the method is to be chosen, the decoder gets it here."""
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
-        random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)     # the text's own
-        self.branch = min(len(PRIOR), decoder.vocabulary)                # numbers are left alone: no tree depends on them
+        random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)
+        self.branch = min(len(PRIOR), decoder.vocabulary)
         if spec == "auto" and self.latency is None:
             self.restore(decoder)
         if spec == "auto" and decoder.undecided:
             decoder.method = find_method(self.method or "sequoia")
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
             self.look_at_prompt(decoder)
-        decoder.generator = random
+        decoder.generator = random                                       # the text's own: no tree depends on its numbers
         if spec != "auto":
             return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.branch)
         self.choose()
@@ -1636,7 +1638,7 @@ class Planner:
         for x, seconds in (latency[:2], latency[2:]):
             if not (len(x) == len(seconds) > 0 and min(seconds) > 0 and (np.diff(x) > 0).all() and np.isfinite(seconds).all()):
                 raise ValueError("its times are not times")
-        if counts.shape != (2, *self.acceptance.tried.shape) or not (0 <= counts[1]).all() or not (counts[1] <= counts[0]).all():
+        if counts.shape != (2, *self.acceptance.tried.shape) or not ((0 <= counts[1]) & (counts[1] <= counts[0])).all():
             raise ValueError("its counts are not counts")
         if (kept["method"] in ("sequoia", "traversal")) != (self.made_for["method"] == "auto"):
             raise ValueError("its method is not one to choose from")
@@ -1790,7 +1792,8 @@ def arguments(argv=None):
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
     add("--offload", action="store_true", help="stream the target's layers: to a GPU from host memory, on a CPU from disk")
     add("--offload-buffers", type=int, default=2, metavar="N", help="layers on the device at a time (2)")
-    add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit, on a CPU 0)")
+    add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit; on a CPU "
+                                                                "none)")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
     add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
@@ -1859,7 +1862,7 @@ def load_tokenizer(args, say=lambda text: None):
     tokenizers = []
     for name in dict.fromkeys((args.target, args.draft)):
         if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise ValueError(f"there is no folder {name}; give a folder in Hugging Face format, or a hub name such as org/model")
+            raise ValueError(f"there is no folder {name}; give one in Hugging Face format, or a hub name such as org/model")
         say(f"loading the tokenizer of {name}")
         try:
             tokenizers.append(AutoTokenizer.from_pretrained(name))
@@ -1885,7 +1888,8 @@ class Printer:
         last = step.path[-1] if step.path else 0
         if self.explain:
             if self.walked and not step.tree.children[last]:
-                print(f"  {self.text(step.node_tokens[last])} has no children: {self.text(step.token)} is drawn from the target")
+                childless, drawn = self.text(step.node_tokens[last]), self.text(step.token)
+                print(f"  {childless} has no children: {drawn} is drawn from the target")
             print(f"step {len(self.steps)} puts out {' '.join(map(self.text, step.tokens))}\n")
             self.walked = []
         if self.show_tree:
@@ -1985,7 +1989,8 @@ def run(args) -> int:
     target = load(args.target, args, say, large=True)
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
     if room < 1:
-        raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {room + ids.shape[1]}; shorten it")
+        context = room + ids.shape[1]
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {context}; shorten it")
     sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
     if args.temperature == 0:
         sampling = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
