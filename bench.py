@@ -1092,6 +1092,15 @@ def offload(args):
           f"target's size. Of it {started / 1e9:.2f} GB before there was a model, {before / 1e9:.2f} with writing the target.")
     if peer:
         print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / plain['s/token']:.2f} times no tree's.")
+    if args.figures:
+        for axis, mine in draw_by_temperature("offload", rows):
+            bars = axis.barh([f"{row['tree']}, {row['nodes']} nodes" for row in mine], [row["s/token"] for row in mine],
+                             color=[colour("specinfer" if "x" in row["tree"] else "sequoia") for row in mine])
+            axis.bar_label(bars, fmt="%.3f", padding=3)
+            axis.set_xlabel("seconds a token")
+            axis.margins(x=0.15)
+            axis.grid(axis="y", visible=False)
+            axis.invert_yaxis()
     return {"device": describe(pair), "bandwidth": bandwidth, "measured": rows, "memory": memory, "accelerate": peer}
 
 
