@@ -740,13 +740,17 @@ def describe(pair) -> str:
 
 def draw_speed(name: str, rows):
     for axis, mine in draw_by_temperature(name, rows):
-        bars = axis.barh([row["method"] for row in mine], [row["x generate"] for row in mine],
-                         color=[colour(row["method"]) for row in mine])
-        axis.bar_label(bars, fmt="%.2f", padding=3)
-        axis.set_xlabel("times transformers' generate")
-        axis.margins(x=0.15)
-        axis.grid(axis="y", visible=False)
-        axis.invert_yaxis()
+        methods = [row["method"] for row in mine]
+        draw_bars(axis, methods, [row["x generate"] for row in mine], methods, "%.2f", "times transformers' generate")
+
+
+def draw_bars(axis, labels: list, values: list, methods: list, form: str, label: str):
+    """A horizontal bar for each value, in the colour of its method, the first one on top."""
+    axis.bar_label(axis.barh(labels, values, color=list(map(colour, methods))), fmt=form, padding=3)
+    axis.set_xlabel(label)
+    axis.margins(x=0.15)
+    axis.grid(axis="y", visible=False)
+    axis.invert_yaxis()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1094,13 +1098,9 @@ def offload(args):
         print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / plain['s/token']:.2f} times no tree's.")
     if args.figures:
         for axis, mine in draw_by_temperature("offload", rows):
-            bars = axis.barh([f"{row['tree']}, {row['nodes']} nodes" for row in mine], [row["s/token"] for row in mine],
-                             color=[colour("specinfer" if "x" in row["tree"] else "sequoia") for row in mine])
-            axis.bar_label(bars, fmt="%.3f", padding=3)
-            axis.set_xlabel("seconds a token")
-            axis.margins(x=0.15)
-            axis.grid(axis="y", visible=False)
-            axis.invert_yaxis()
+            draw_bars(axis, [f"{row['tree']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}" for row in mine],
+                      [row["s/token"] for row in mine],
+                      ["specinfer" if "x" in row["tree"] else "sequoia" for row in mine], "%.3f", "seconds a token")
     return {"device": describe(pair), "bandwidth": bandwidth, "measured": rows, "memory": memory, "accelerate": peer}
 
 

@@ -1540,9 +1540,8 @@ def made_for(decoder: Decoder) -> dict:
               for one in (decoder.target, decoder.draft)]
     sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
                 for processor in decoder.processors]
-    method = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
-    method = "auto" if decoder.undecided else method
-    return dict(models=models, device=device, method=method, sampling=sampling,
+    name = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
+    return dict(models=models, device=device, method="auto" if decoder.undecided else name, sampling=sampling,
                 versions=[torch.__version__, transformers.__version__])
 
 
@@ -1596,12 +1595,16 @@ class Planner:
         """Plans, the first time and then whenever as much again has been seen. Returns the tree if it is a new one."""
         if self.chosen is None or self.adapt and self.steps >= self.due:
             rates, self.due = self.acceptance.rates(levels=4), self.steps + min(512, max(128, self.steps))
-            best = plan(rates, self.latency, max_branch=min(self.branch, 10 if self.latency.sizes[-1] <= 64 else 32))
+            best = self.best(rates)
             if self.steps > 1024:                                        # what was long ago counts less and less
                 self.acceptance.tried, self.acceptance.accepted = self.acceptance.tried / 2, self.acceptance.accepted / 2
             if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
                 self.chosen = best
                 return best.tree
+
+    def best(self, rates) -> Plan:
+        """The plan for these rates, with no more children a node than so small or large trees have use for."""
+        return plan(rates, self.latency, max_branch=min(self.branch, 10 if self.latency.sizes[-1] <= 64 else 32))
 
     def speedup(self, tree, rates):
         """Over plain decoding, as expected."""
@@ -1625,8 +1628,7 @@ class Planner:
             start = time.perf_counter()
             self.latency = measure_latency(decoder)
             if decoder.undecided:
-                tree = plan(self.acceptance.rates(levels=4), self.latency, max_branch=min(self.branch, 10)).tree
-                self.method = faster_method(decoder, tree, self.latency)
+                self.method = faster_method(decoder, self.best(self.acceptance.rates(levels=4)).tree, self.latency)
             self.seconds = time.perf_counter() - start
             self.save()
 
