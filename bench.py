@@ -1058,7 +1058,7 @@ def offload(args):
     started, dtype, rows = peak_memory(args.device), getattr(torch, args.dtype), []
     torch.manual_seed(args.seed)
     with tempfile.TemporaryDirectory() as folder, \
-            mock.patch.object(sequoia.Stored, "read", read_cold) if args.cold else contextlib.nullcontext():
+            mock.patch.object(sequoia, "read_from", read_cold) if args.cold else contextlib.nullcontext():
         size, draft = write_llama(Path(folder), args)
         before = peak_memory(args.device)
         pair = StreamingPair(sequoia.load_offloaded(folder, dtype, args.device, args.resident, args.buffers),
@@ -1150,11 +1150,11 @@ def copy_seconds(stream) -> float:
     return seconds
 
 
-def read_cold(stored, into, read=sequoia.Stored.read):
-    """Stored.read from the disk itself, as it is for a target larger than memory: what was read is dropped from the system's
+def read_cold(path, place, dtype, into, read_from=sequoia.read_from):
+    """sequoia.read_from the disk itself, as it is for a target larger than memory: what was read is dropped from the system's
     cache of files."""
-    into = read(stored, into)
-    with open(stored.path, "rb") as file:
+    into = read_from(path, place, dtype, into)
+    with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return into
 

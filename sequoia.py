@@ -37,20 +37,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache, StaticLayer
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.distributed import DistributedConfig
 from transformers.generation import (EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, MinPLogitsWarper,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-from transformers.utils import cached_file
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,13 +323,12 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
     """k different tokens, (..., V) -> (..., k): the first drawn from `probs`, each next one from what is left of it,
     renormalised; once its mass is used up, uniformly from the tokens not yet drawn.
 
-    With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Tokens of
-    probability 0 come last, in the order of their noise: subtle, since without it they would come in the order of their
-    index, which is not the uniform draw that `verify` accounts for. Subtle too: 24 random bits would never draw a token of
-    probability below 6e-8, hence float64."""
-    uniform = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device)
-    noise = -uniform.log_().to(probs.dtype)
-    return torch.where(probs > 0, probs / noise, -noise).topk(k).indices
+    With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Subtle: tokens of
+    probability 0 must come last and in the order of their noise, not of their index, since `verify` accounts for a uniform
+    draw: hence the least of probabilities. Subtle too: 24 random bits would never draw a token of probability below 6e-8,
+    hence float64."""
+    noise = -torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()
+    return (probs.double().clamp(min=1e-300) / noise).topk(k).indices
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -376,7 +374,8 @@ def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replac
         if noise is not None and noise.device.type == "cpu" and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
-        residual, n = torch.cat([R, residual[n:]]), [*with_child, 0][i + 1]                      # the rows with one more child
+        residual = R if n == len(residual) else torch.cat([R, residual[n:]])
+        n = [*with_child, 0][i + 1]                                                              # the rows with one more child
         draft = D[:n] if replacement else _without(D[:n], tokens[:n, : i + 1])
     return ratios, residual
 
@@ -491,7 +490,7 @@ class Method:
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
         """Which node of a tree is the last accepted one, and which token follows it, (1,) each.
 
-        tokens: (size,) of the nodes; target_probs: a function from a list of nodes to their distributions, (nodes, V);
+        tokens: (size,) of the nodes; target_probs: a function from a range of nodes to their distributions, (nodes, V);
         draft_probs: for each level, (nodes, V) in the order of `layout.levels`. The walk goes from the root to accepted
         children. It asks for what it visits, or, `static`, verifies all nodes at once and then follows pointers, so that
         nothing depends on the outcome but numbers."""
@@ -500,12 +499,12 @@ class Method:
         node, tree = 0, layout.tree
         while children := tree.children[node]:
             row = layout.row_in_level[node]
-            rank, token = self.verify(target_probs([node]), draft_probs[tree.depths[node]][row : row + 1],
+            rank, token = self.verify(target_probs(range(node, node + 1)), draft_probs[tree.depths[node]][row : row + 1],
                                       tokens[None, children[0] : children[-1] + 1], generator, observe=observe)
             if rank < 0:
                 return torch.tensor([node]), token
             node = children[rank]
-        return torch.tensor([node]), sample(target_probs([node]), generator)
+        return torch.tensor([node]), sample(target_probs(range(node, node + 1)), generator)
 
     def _walk_static(self, layout, tokens, target_probs, draft_probs, generator):
         target_probs = target_probs(range(layout.tree.size))                                     # (size, V)
@@ -532,7 +531,7 @@ class Greedy(Method):
             return super().verify_tree(layout, tokens, target_probs, draft_probs, generator, static, observe)
         node, proposed = 0, tokens.tolist()
         while True:
-            token = int(target_probs([node]).argmax())
+            token = int(target_probs(range(node, node + 1)).argmax())
             accepted = [child for child in layout.tree.children[node] if proposed[child] == token]
             if not accepted:
                 return torch.tensor([node]), torch.tensor([token])
@@ -636,17 +635,15 @@ class Frame:
     def __init__(self, tree: Tree, device):
         self.size, stem = tree.size + 1, Tree((-1,) + tuple(parent + 1 for parent in tree.parents))
         self.slots, self.depths = torch.arange(self.size, device=device), torch.tensor(stem.depths, device=device)   # (size,)
-        self.key_depths = nn.functional.pad(self.depths, (1, 1))
         seen = nn.functional.pad(torch.where(stem.mask, 0.0, -torch.inf), (0, 1), value=-torch.inf)
         self.bias = nn.functional.pad(seen, (1, 0)).to(device)          # (size, before the stem | each node | beyond)
 
     def place(self, base: Tensor, all_slots: Tensor, limit: int) -> "Place":
         """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes at the text's
         limit or beyond, which will not be put out, stand at its last position: a later one may have no embedding."""
-        column = (all_slots - base).clamp(-1, self.size) + 1
-        key_positions = torch.where(column == 0, all_slots, base + self.key_depths[column])
-        positions = (base + self.depths).clamp(max=limit - 1)
-        return Place(base + self.slots, positions, self.bias.index_select(1, column), key_positions)
+        slots, positions = base + self.slots, (base + self.depths).clamp(max=limit - 1)
+        bias = self.bias.index_select(1, (all_slots - base).clamp(-1, self.size) + 1)
+        return Place(slots, positions, bias, all_slots.index_copy(0, slots, positions))
 
 
 class Place(NamedTuple):
@@ -700,11 +697,17 @@ class CachedModel:
         views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
         self.entries = tuple(views[i] for i in range(len(views)))
 
-    def __call__(self, tokens: Tensor, place: "Place", nodes=slice(None)) -> Tensor:
-        """One pass over some of the nodes in their place, (nodes,) token ids -> (nodes, V) logits."""
-        positions = place.positions[nodes]
+    def __call__(self, tokens: Tensor, place: "Place", nodes: Tensor) -> Tensor:
+        """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits.
+
+        Subtle: to multiply one or two rows takes a CPU's matrix library longer than three to six, by up to a half. So
+        few nodes are fed as four, the first of them again and again: the same entries are written to the same slots."""
+        fed = nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
+        positions = place.positions[fed]
         run = getattr(self.model, "recording", self.run)
-        return run(tokens[None], positions[None], place.slots[nodes], self.masks(place, nodes, positions), self.entries)[0]
+        logits = run(tokens[fed].clamp(max=self.vocabulary - 1)[None], positions[None], place.slots[fed],
+                     self.masks(place, fed, positions), self.entries)
+        return logits[0, -len(nodes):]
 
     def masks(self, place, nodes, positions) -> list[Tensor]:
         """The additive mask, (1, 1, nodes, visible), for each kind of layer: the nodes' bias, and where a layer has a sliding
@@ -909,7 +912,7 @@ class Decoder:
         levels, place, self.healthy = [], self.place(), torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
             fed = self.fed[depth]
-            logits = self.draft(self.tokens[fed].clamp(max=self.draft.vocabulary - 1), place, fed)[-len(level.nodes):]
+            logits = self.draft(self.tokens, place, fed)[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
             self.tokens[1 + level.children] = proposals.flatten()[level.exists]
@@ -920,7 +923,7 @@ class Decoder:
         the last accepted node, the token after it, and the nodes' tokens."""
         self.healthy = healthy
         self.agree(self.tokens)
-        logits = self.target(self.tokens[1:], place, slice(1, None))                                     # (tree.size, V)
+        logits = self.target(self.tokens, place, self.frame.slots[1:])                                   # (tree.size, V)
         node, token = self.agree(torch.cat(self.verify(logits, draft_probs))).split(1)
         report = torch.cat([self.healthy, node, token, self.tokens[1:]])
         self.keep(place, node, token)
@@ -929,7 +932,7 @@ class Decoder:
     def verify(self, logits, draft_probs) -> tuple[Tensor, Tensor]:
         """The last accepted node and the token after it, (1,) each."""
         def target_probs(nodes):
-            return self.target_probs(logits if len(nodes) == len(logits) else logits[nodes], nodes)
+            return self.target_probs(logits[nodes.start : nodes.stop], nodes)
         return self.method.verify_tree(self.layout, self.tokens[1:], target_probs, draft_probs, self.generator, self.static,
                                        self.observe)
 
@@ -1092,7 +1095,8 @@ def record(model):
     def run(tokens, positions, slots, masks, entries, weights):          # the weights are inputs: a trace holds no opaque ones
         return scratch.run(tokens, positions, slots, masks, entries)
 
-    with warnings.catch_warnings():
+    grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")     # keys are not repeated for heads that share them
+    with warnings.catch_warnings(), grouped:
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
             traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
@@ -1169,177 +1173,132 @@ def views(flat: Tensor, parameters) -> list[Tensor]:
 
 
 @torch.no_grad()
-def offload(model, device, resident: int | str = "auto", buffers: int = 2):
-    """Moves a model to the device, all but its decoder layers: their weights stay in host memory and stream from there, pass
-    after pass. Changes the model in place and returns it.
+def offload(model, device, resident: int | str = "auto", buffers: int = 2, dtype: torch.dtype | None = None):
+    """Moves a model to the device, all but its decoder layers: their weights stay where they are, in host memory or (for a
+    CPU) in the files they are mapped from, and stream from there, pass after pass. Changes the model in place and returns it.
 
     resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
-    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
-    Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
-    device, pieces, pinned = find_device(device), [], True
-    _, layers, resident = streaming_layers(model, device, resident, buffers)
-    for layer in layers[resident:]:
-        parameters = list(layer.parameters())
-        pieces.append(piece := torch.empty(flat_size(parameters), dtype=torch.uint8))
-        pinned = pinned and device.type == "cuda" and pin(piece)
-        for parameter, view in zip(parameters, views(piece, parameters)):
-            parameter.data = view.copy_(parameter)
-    if device.type == "cuda":
-        stream = torch.cuda.Stream(device)
-
-        def copy(i, buffer):
-            stream.wait_stream(torch.cuda.current_stream(device))        # the layer that used this buffer has been computed
-            with torch.cuda.stream(stream):
-                buffer[: len(pieces[i])].copy_(pieces[i], non_blocking=True)
-                copied = stream.record_event()
-            return lambda: torch.cuda.current_stream(device).wait_event(copied)
-    else:
-        thread = ThreadPoolExecutor(max_workers=1)                       # so that it can be tried out anywhere
-        copy = lambda i, buffer: thread.submit(buffer[: len(pieces[i])].copy_, pieces[i]).result
-    return start_stream(model, layers[resident:], copy, device, buffers)
-
-
-def pin(memory: Tensor) -> bool:
-    """Pins host memory, so that a GPU reads it by itself while it computes. Returns whether that could be done."""
-    if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
-        warnings.warn(f"no more host memory can be pinned (CUDA error {error}), so copies are slower")
-    return not error
-
-
-@torch.no_grad()
-def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
-    """Loads a model from a folder or hub name, its decoder layers to stream: to a GPU from host memory, on a CPU from its
-    safetensors files, so that it may be larger than all memory. Weights stored in another dtype are converted as they are
-    read. The other arguments are `offload`'s. Raises ValueError for files that do not have the model's weights."""
-    if (device := find_device(device)).type == "cuda":
-        return offload(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), device, resident, buffers)
-    model = empty_model(name, dtype)
-    path, layers, resident = streaming_layers(model, device, resident, buffers)
-    layers, places, state, loaded = layers[resident:], weight_files(model, name), {}, {}
-    names = [[f"{path}.{i}.{key}" for key, _ in layer.named_parameters()] for i, layer in enumerate(layers, resident)]
-    streaming = set(sum(names, []))
-    for key, tensor in model.state_dict().items():
-        if key in streaming:
-            state[key] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)                # takes no memory
-        else:
-            if (place := places[key]) not in loaded:                     # a tied weight is read once
-                loaded[place] = place.read(torch.empty(tensor.shape, dtype=tensor.dtype))
-            state[key] = loaded[place]
-    model.load_state_dict(state, strict=False, assign=True)
-    parameters = [list(layer.parameters()) for layer in layers]
-
-    def read(i, buffer):
-        for key, view in zip(names[i], views(buffer, parameters[i])):
-            places[key].read(view)
-    thread = ThreadPoolExecutor(max_workers=1)                           # an error there is raised where a layer is waited for
-    return start_stream(model, layers, lambda i, buffer: thread.submit(read, i, buffer).result, device, buffers)
-
-
-def empty_model(name: str, dtype: torch.dtype):
-    """A model without values for its weights. Buffers that are in no file are computed, as transformers does."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=dtype)
-    if generation := cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False):
-        model.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
-    in_files = set(model.state_dict(keep_vars=True).values())
-    for buffer in model.buffers():
-        if buffer not in in_files:
-            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device="cpu"))
-    model.initialize_weights()
-    return model
-
-
-def weight_files(model, name: str) -> dict[str, "Stored"]:
-    """Where each of the model's weights is stored, by all names that the model has for it; a tied one is stored once."""
-    known, names, places = model.state_dict(keep_vars=True), {}, {}
-    renamed = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
-    stored = {rename_source_key(key, renamed, [], model.base_model_prefix, known)[0]: place
-              for key, place in stored_tensors(name).items()}
-    for key, tensor in known.items():
-        names.setdefault(tensor, []).append(key)
-    for tensor, keys in names.items():
-        found = next((stored[key] for key in keys if key in stored), None)
-        if found is None or found.shape != tensor.shape:
-            raise ValueError(f"the files of {name} have {found and list(found.shape)} for {keys[0]}, which in the model is "
-                             f"{list(tensor.shape)}; only what is stored just as the model has it can stream from disk")
-        places.update(dict.fromkeys(keys, found))
-    return places
-
-
-def streaming_layers(model, device, resident, buffers) -> tuple[str, nn.ModuleList, int]:
-    """The model's decoder layers, their name, and how many of them are to stay on the device."""
+    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way. dtype:
+    what the weights are converted to as they come. Raises ValueError for an unknown device, a packed model, one without a list
+    of decoder layers."""
+    device, layers, files = find_device(device), decoder_layers(model), mapped_files()
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"layers stream to a cpu or cuda device, not to {device}")
-    if hasattr(model, "recording") or hasattr(model, "stream"):
-        raise ValueError("a packed or offloaded model cannot be offloaded; load it anew")
-    _at_least_one(buffers=buffers)
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    path, layers = next(((path, module) for path, module in model.named_modules()
-                         if isinstance(module, nn.ModuleList) and len(module) == count), (None, None))
-    if layers is None:
-        raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers that could be offloaded")
-    if resident == "auto":
-        free = 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0      # the rest: caches, activations
-        sizes = [flat_size(layer.parameters()) for layer in layers]
-        others = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
-        resident = max(0, int((free - others) / max(sizes)) - buffers)
-    if not isinstance(resident, int) or resident < 0:
+    if resident != "auto" and not (isinstance(resident, int) and resident >= 0):
         raise ValueError(f"resident must be auto or a number of layers, got {resident!r}")
-    return path, layers, resident
+    _at_least_one(buffers=buffers)
+    layers = layers[layers_that_fit(model, layers, device, buffers, dtype) if resident == "auto" else resident :]
+    streaming = [list(layer.parameters()) for layer in layers]
+    sources = [[source_of(parameter.data, files) for parameter in parameters] for parameters in streaming]
+    for parameter in {*model.parameters()}.difference(*streaming):
+        there = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+        parameter.data = source_of(parameter.data, files)(there)
+    for parameter in sum(streaming, []):
+        parameter.data = torch.empty((), dtype=dtype or parameter.dtype).expand(parameter.shape)         # takes no memory
 
-
-def start_stream(model, layers, copy, device, buffers):
-    """Hooks the layers that stream, and moves all else."""
-    if len(layers):
-        model.stream = Stream([list(layer.parameters()) for layer in layers], copy, device, buffers)
+    def fill(i, flat):
+        for source, view in zip(sources[i], views(flat, streaming[i])):
+            source(view)
+    if streaming:
+        copy = copies_by_gpu(streaming, sources, fill, device) if device.type == "cuda" else copies_by_thread(fill)
+        model.stream = Stream(streaming, copy, device, buffers)
     for i, layer in enumerate(layers):
         layer.register_forward_pre_hook(functools.partial(model.stream.before, i))
         layer.register_forward_hook(functools.partial(model.stream.after, i))
     return model.to(device).eval().requires_grad_(False)
 
 
-class Stored(NamedTuple):
-    """A tensor in a safetensors file. It is read, not mapped, so that what was read does not stay in this process's memory."""
-    path: str
-    start: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def read(self, into: Tensor) -> Tensor:
-        """Fills a tensor of this shape with the values, and returns it."""
-        as_stored = into if into.dtype == self.dtype else torch.empty(self.shape, dtype=self.dtype)
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            if file.readinto(as_stored.reshape(-1).view(torch.uint8).numpy()) < as_stored.nbytes:
-                raise ValueError(f"{self.path} is cut short: it ends before byte {self.start + as_stored.nbytes}")
-        return into if into is as_stored else into.copy_(as_stored)
+@torch.no_grad()
+def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
+    """Loads a model from a folder or hub name and offloads it: on a CPU its layers stream from its safetensors files, so that
+    it may be larger than all memory. Arguments as in `offload`. Raises ValueError for files that lack some of its weights."""
+    find_device(device)
+    try:                                         # subtle: weights that keep their dtype are mapped, not read, by transformers
+        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True,
+                                                            ignore_mismatched_sizes=True)
+    except SafetensorError as error:
+        raise ValueError(f"the files of {name} are cut short, or no safetensors: {error}") from error
+    if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
+        raise ValueError(f"the files of {name} lack {len(lost)} of the model's weights, or have other shapes: {lost[0]}, ...")
+    return offload(model, device, resident, buffers, dtype)
 
 
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-                 "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+def decoder_layers(model) -> nn.ModuleList:
+    if hasattr(model, "recording") or hasattr(model, "stream"):
+        raise ValueError("a packed or offloaded model cannot be offloaded; load it anew")
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers that could be offloaded")
 
 
-def stored_tensors(name: str) -> dict[str, Stored]:
-    """What a model's safetensors files hold, by name. A file begins with the length of its header, 8 bytes, and the header,
-    JSON with each tensor's dtype, shape and place among the bytes that follow."""
-    if single := cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False):
-        paths = [single]
-    else:
-        index = json.loads(Path(cached_file(name, "model.safetensors.index.json")).read_text())
-        paths = [cached_file(name, file) for file in sorted(set(index["weight_map"].values()))]
-    stored = {}
-    for path in paths:
-        with open(path, "rb") as file:
-            size, length = os.path.getsize(path), int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= size - 8 else {"all": {"data_offsets": [0, size]}}
-        header.pop("__metadata__", None)
-        if (end := 8 + length + max(entry["data_offsets"][1] for entry in header.values())) > size:
-            raise ValueError(f"{path} is cut short or no safetensors file: it has {size} bytes of {end}")
-        for key, entry in header.items():
-            if entry["dtype"] in STORED_DTYPES:
-                start = 8 + length + entry["data_offsets"][0]
-                stored[key] = Stored(path, start, STORED_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
-    return stored
+def layers_that_fit(model, layers, device, buffers, dtype) -> int:
+    """How many layers can live in a GPU's free memory, beside the buffers and all that does not stream."""
+    def size(module):
+        return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in module.parameters())
+    free = 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0          # the rest: caches, activations
+    return max(0, int((free - size(model) + size(layers)) / max(map(size, layers))) - buffers)
+
+
+def copies_by_gpu(streaming, sources, fill, device) -> Callable:
+    """A Stream's `copy` to a GPU: it fetches each layer from one piece of pinned host memory by itself, while it computes."""
+    pieces, stream, pinned = [], torch.cuda.Stream(device), True
+    for i, parameters in enumerate(streaming):
+        pieces.append(torch.empty(flat_size(parameters), dtype=torch.uint8))
+        pinned = pinned and pin(pieces[i])
+        fill(i, pieces[i])
+        sources[i].clear()                                               # frees the memory it came from
+
+    def copy(i, buffer):
+        stream.wait_stream(torch.cuda.current_stream(device))            # the layer that used this buffer has been computed
+        with torch.cuda.stream(stream):
+            buffer[: len(pieces[i])].copy_(pieces[i], non_blocking=True)
+            copied = stream.record_event()
+        return lambda: torch.cuda.current_stream(device).wait_event(copied)
+    return copy
+
+
+def pin(memory: Tensor) -> bool:
+    """Pins host memory, so that a GPU reads it by itself. Returns whether that could be done."""
+    if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        warnings.warn(f"no more host memory can be pinned (CUDA error {error}), so copies are slower")
+    return not error
+
+
+def copies_by_thread(fill) -> Callable:
+    """A Stream's `copy` on a CPU. What goes wrong in the thread is raised where the layer is waited for."""
+    thread = ThreadPoolExecutor(max_workers=1)
+    return lambda i, buffer: thread.submit(fill, i, buffer).result
+
+
+def mapped_files() -> list[tuple[int, int, int, str]]:
+    """The files in this process's memory: first address, end, place in the file, path. Empty where there is no /proc."""
+    maps = Path("/proc/self/maps")
+    lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
+    return [(*(int(address, 16) for address in line[0].split("-")), int(line[2], 16), line[5])
+            for line in lines if len(line) == 6 and line[5].startswith("/")]
+
+
+def source_of(tensor: Tensor, files) -> Callable[[Tensor], Tensor]:
+    """A function that fills another tensor with these values and returns it. What is mapped from a file is read from there at
+    every call: so it does not stay in this process's memory."""
+    address = tensor.data_ptr()
+    for start, end, place, path in files:
+        if start <= address < end and tensor.is_contiguous():
+            return functools.partial(read_from, path, place + address - start, tensor.dtype)
+    return lambda into: into.copy_(tensor)
+
+
+def read_from(path: str, place: int, dtype: torch.dtype, into: Tensor) -> Tensor:
+    """Fills a tensor from a place in a file, where its values stand in this dtype."""
+    direct = into.dtype == dtype and into.device.type == "cpu"
+    values = into if direct else torch.empty(into.shape, dtype=dtype)
+    with open(path, "rb") as file:
+        file.seek(place)
+        if file.readinto(values.reshape(-1).view(torch.uint8).numpy()) < values.nbytes:
+            raise ValueError(f"{path} is cut short: it ends before byte {place + values.nbytes}")
+    return into if direct else into.copy_(values)
 
 
 def find_device(name) -> torch.device:
@@ -1492,7 +1451,7 @@ def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
     decoder.plant(tree)
     with decoder.rehearsal():
         place, draft_probs, _ = decoder.grow()
-        logits, runs, seconds = decoder.target(decoder.tokens[1:], place, slice(1, None)), {}, {"sequoia": [], "traversal": []}
+        logits, runs, seconds = decoder.target(decoder.tokens, place, decoder.frame.slots[1:]), {}, {"sequoia": [], "traversal": []}
         for _ in range(11):
             for name, times in seconds.items():
                 decoder.method = METHODS[name]

@@ -1039,7 +1039,7 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     decoder = decoder_for(target, draft, prompt)
     decoder.plant(tree)
     place, _, _ = decoder.grow()
-    logits = decoder.target(decoder.tokens[1:], place, slice(1, None))
+    logits = decoder.target(decoder.tokens, place, decoder.frame.slots[1:])
     for node in range(tree.size):
         text = torch.cat([prompt[0], decoder.path_tokens(node)])[None]
         torch.testing.assert_close(logits[node], target(text).logits[0, -1], atol=1e-4, rtol=1e-4)
