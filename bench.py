@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 
 COLOURS = {"sequoia": "#15803d", "specinfer": "#ea580c", "spectr": "#7c3aed", "naive": "#a16207", "topk": "#2563eb",
            "traversal": "#0d9488", "k-ary": "#0891b2", "chain": "#be185d", "generate": "#6b7280", "assisted": "#dc2626", "lookup": "#ca8a04",
-           "plain": "#9ca3af", "best": "#111827"}
+           "plain": "#9ca3af", "best": "#111827", "memory floor": "#111827"}
 TREE_OF = {"sequences": "specinfer", "sequences 5x8": "specinfer", "16 sequences": "specinfer",
            "k sequences": "specinfer", "2-ary": "k-ary", "paper's tree": "sequoia", "too large": "sequoia"}
 
@@ -846,7 +846,8 @@ def synthetic_speed(args):
     pair = SyntheticPair(*(random_llama(SHAPES[name], args.device, getattr(torch, args.dtype)) for name in (target, draft)))
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
     weights, rows, splits = bytes_read(pair.target), [], []
-    floor = 1e3 * read_seconds(weights, args.device)
+    read = reader(weights, args.device)
+    floor = read()
     print(f"\nSynthetic pair {args.synthetic}: random weights in real shapes. {describe(pair)}. A pass of the target "
           f"reads {weights / 1e9:.3f} GB; to read only takes {floor:.2f} ms ({weights / floor / 1e6:.0f} GB/s).")
     for temperature in args.temperatures or [0.0, 0.6]:
@@ -857,6 +858,7 @@ def synthetic_speed(args):
         print(f"\n{named(temperature)}: {wanted} tokens per step wanted of {size}x{depth}, tuned to {expected:.2f}.")
         mine = functools.partial(ours, pair, temperature)
         contenders = contenders_for(pair, prompts, temperature, args) | {
+            ("memory floor", "weights read"): lambda prompt, new_tokens: Run(milliseconds := read(), 1.0, milliseconds),
             ("paper's tree", f"{size}x{depth}"): mine(f"{size}x{depth}"),
             ("slow draft", "the target itself, 1x3"): mine("sequences:1x3", draft=pair.fast[0])}
         if args.device != "cpu":                                   # for a CPU the paper's own tree is too large already
@@ -864,7 +866,7 @@ def synthetic_speed(args):
         more, runs = contest(prompts, temperature, args, contenders)
         rows += more
         splits += [{"temperature": temperature, "method": name, **split_step(
-                        pair, temperature, prompts[0], args, runs[name], runs["plain"], floor)}
+                        pair, temperature, prompts[0], args, runs, name, read)}
                    for name in ("plain", "sequoia", "paper's tree", "sequences 5x8", "too large") if name in runs]
     table("A step's time in ms (rest: proposals, masks, Python), and the share of the memory's speed reached", splits)
     if args.figures:
@@ -879,20 +881,21 @@ def bytes_read(model) -> int:
     return sum(p.nbytes for p in model.parameters()) - (0 if embedding is head else embedding.nbytes)
 
 
-def read_seconds(size: int, device: str) -> float:
-    """The least time in which the device reads so many bytes: sums over a buffer of that size, of 4 GiB at most."""
+def reader(size: int, device: str):
+    """A function that takes the time, in ms, in which the device reads so many bytes: the median of a few sums over a buffer of
+    that size, of 4 GiB at most. It is called in between, since other users of the memory come and go."""
     buffer = torch.ones(min(size, 2**32) // 4, device=device)
-    return min(timed(buffer.sum)[0] for _ in range(20)) * size / buffer.nbytes
+    return lambda: 1e3 * float(np.median([timed(buffer.sum)[0] for _ in range(7)])) * size / buffer.nbytes
 
 
 PARTS = {"target": "#15803d", "draft": "#86efac", "verify": "#ea580c", "moves": "#2563eb", "rest": "#d1d5db"}
 
 
-def split_step(pair, temperature, prompt, args, runs, plain, floor: float) -> dict:
+def split_step(pair, temperature, prompt, args, runs, name, read) -> dict:
     """The parts of a step, in ms: medians over the steps of a run with a clock around each part; and the whole without
     clocks, as in the contest. On CUDA, where a step is one graph, that run is without it and the parts are timed as
-    graphs of their own."""
-    spent, rows, tree, start = Counter(), [], runs[-1].tree, None
+    graphs of their own. The weights are read before and after that run: their time over the target's."""
+    spent, rows, tree, start, before = Counter(), [], runs[name][-1].tree, None, read()
     target, draft, no_graph = *pair.fast, {} if args.device == "cpu" else {"cuda_graph": False}
 
     def clock(part, function):
@@ -926,11 +929,12 @@ def split_step(pair, temperature, prompt, args, runs, plain, floor: float) -> di
         sequoia.generate(target, draft if tree.size > 1 else None, prompt, tree=tree, on_step=on_step,
                          **sampling(prompt, temperature, args.new_tokens), **no_graph)
     parts = {part: float(np.median([row.get(part, 0.0) for row in rows])) for part in PARTS}
-    whole = median(runs, "ms_per_step")
+    whole, floor = (median(runs[one], "ms_per_step") for one in (name, "memory floor"))
     if args.device != "cpu":                                        # what is beside the graphs is not in the one graph
         parts["rest"] = whole - sum(list(parts.values())[:-1])
     return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts, "floor / step": floor / whole,
-            "floor / target": floor / parts["target"], "x plain step": whole / median(plain, "ms_per_step")}
+            "floor / target": (before + read()) / 2 / parts["target"],
+            "x plain step": whole / median(runs["plain"], "ms_per_step")}
 
 
 def draw_split(name: str, splits, floor: float):

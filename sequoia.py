@@ -1438,7 +1438,7 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
         measure(size)
     while (largest := max(target)) < 1024 and target[largest] < 2 * target[1] and in_time():
         measure(2 * largest)
-    for size in (4, 16, 2):
+    for size in (4, 16, 6, 12, 2):
         if in_time():
             measure(size)
     rising = [np.minimum.accumulate([times[x] for x in sorted(times)[::-1]])[::-1].tolist() for times in (target, draft)]
