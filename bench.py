@@ -924,8 +924,8 @@ def split_step(pair, temperature, prompt, args, runs, name, read) -> dict:
               (draft, "recording" if hasattr(draft, "recording") else "forward", "draft"),
               (sequoia.Method, "verify_tree", "verify"), (sequoia.CachedModel, "move", "moves")]
     with contextlib.ExitStack() as stack:
-        for owner, name, part in places:
-            stack.enter_context(mock.patch.object(owner, name, clock(part, getattr(owner, name))))
+        for owner, attribute, part in places:
+            stack.enter_context(mock.patch.object(owner, attribute, clock(part, getattr(owner, attribute))))
         sequoia.generate(target, draft if tree.size > 1 else None, prompt, tree=tree, on_step=on_step,
                          **sampling(prompt, temperature, args.new_tokens), **no_graph)
     parts = {part: float(np.median([row.get(part, 0.0) for row in rows])) for part in PARTS}
@@ -976,7 +976,7 @@ def planner(args):
         rows += [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
                   "tokens/step predicted": sequoia.expected_tokens(tree, rates),
                   "tokens/step achieved": tokens_per_step(runs[n, d]),
-                  "x plain predicted": chooser.speedup(tree, rates),
+                  "x plain predicted": chooser.latency.speedup(tree, rates),
                   "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
     table("Predicted and achieved around the planned tree", rows)
     sizes = speed_by_size(pair, latency, rates, temperatures[-1], prompts, args)

@@ -783,8 +783,8 @@ class Decoder:
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
         self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
+        self.asked = "greedy" if greedy else method                      # "auto": the planner says which is faster
         self.method = GREEDY if greedy else find_method("sequoia" if method == "auto" else method)
-        self.undecided = method == "auto" and not greedy                 # between sequoia and traversal: the planner measures
         self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
@@ -1405,6 +1405,10 @@ class Latency(NamedTuple):
         levels = np.maximum(depth - 1, 1)
         return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
 
+    def speedup(self, tree: Tree, acceptance_rates) -> float:
+        """What a tree promises over plain decoding."""
+        return expected_tokens(tree, acceptance_rates) / self.step(tree.size, tree.depth) * self.step(1, 1)
+
 
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     """Times both halves of this decoder's steps, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
@@ -1492,18 +1496,6 @@ def plan(rates, latency: Latency, max_depth: int | None = None, max_branch: int 
                 f"{n[other]}x{d[other]}, {speed[other]:.2f} times")
 
 
-def made_for(decoder: Decoder) -> dict:
-    """All that a decoder's times and acceptance depend on, but for the text."""
-    device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
-    models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype), hasattr(one.model, "stream")]
-              for one in (decoder.target, decoder.draft)]
-    sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
-                for processor in decoder.processors]
-    name = next((name for name, method in METHODS.items() if method is decoder.method), "greedy")
-    return dict(models=models, device=device, method="auto" if decoder.undecided else name, sampling=sampling,
-                versions=[torch.__version__, transformers.__version__])
-
-
 class Planner:
     """Chooses the trees for a pair on this machine, from the times it has measured and the acceptance it has counted.
 
@@ -1514,7 +1506,7 @@ class Planner:
 
     def __init__(self, file=None, adapt: bool = True, replan: bool = False):
         self.file, self.adapt, self.replan = file and Path(file), adapt, replan
-        self.acceptance, self.latency, self.chosen, self.method = Acceptance(), None, None, None
+        self.acceptance, self.latency, self.method, self.chosen = Acceptance(), None, None, None
         self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
 
     def tree(self, decoder: Decoder, spec) -> Tree:
@@ -1523,16 +1515,17 @@ class Planner:
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
         random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)
-        self.branch = min(len(PRIOR), decoder.vocabulary)
-        if spec == "auto" and self.latency is None:
-            self.restore(decoder)
-        if spec == "auto" and decoder.undecided:
-            decoder.method = find_method(self.method or "sequoia")
+        self.max_branch = min(len(PRIOR), decoder.vocabulary)
+        if spec == "auto":
+            if self.latency is None:
+                self.restore(decoder)
+            if decoder.asked == "auto":
+                decoder.method = find_method(self.method or "sequoia")
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
             self.look_at_prompt(decoder)
         decoder.generator = random                                       # the text's own: no tree depends on its numbers
         if spec != "auto":
-            return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.branch)
+            return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.max_branch)
         self.choose()
         return self.chosen.tree
 
@@ -1553,57 +1546,36 @@ class Planner:
     def choose(self) -> Tree | None:
         """Plans, the first time and then whenever as much again has been seen. Returns the tree if it is a new one."""
         if self.chosen is None or self.adapt and self.steps >= self.due:
-            rates, self.due = self.acceptance.rates(levels=4), self.steps + min(512, max(128, self.steps))
-            best = self.best(rates)
+            self.due = self.steps + min(512, max(128, self.steps))
+            best, rates = self.best(), self.acceptance.rates(levels=4)
             if self.steps > 1024:                                        # what was long ago counts less and less
                 self.acceptance.tried, self.acceptance.accepted = self.acceptance.tried / 2, self.acceptance.accepted / 2
-            if self.chosen is None or best.speedup > 1.03 * self.speedup(self.chosen.tree, rates):
+            if self.chosen is None or best.speedup > 1.03 * self.latency.speedup(self.chosen.tree, rates):
                 self.chosen = best
                 return best.tree
 
-    def best(self, rates) -> Plan:
-        """The plan for these rates, with no more children a node than so small or large trees have use for."""
-        return plan(rates, self.latency, max_branch=min(self.branch, 10 if self.latency.sizes[-1] <= 64 else 32))
-
-    def speedup(self, tree, rates):
-        """Over plain decoding, as expected."""
-        return expected_tokens(tree, rates) / self.latency.step(tree.size, tree.depth) * self.latency.step(1, 1)
+    def best(self) -> Plan:
+        """The plan as things stand, with no more children a node than so small or large trees have use for."""
+        max_branch = min(self.max_branch, 10 if self.latency.sizes[-1] <= 64 else 32)
+        return plan(self.acceptance.rates(levels=4), self.latency, max_branch=max_branch)
 
     def restore(self, decoder):
-        """Takes the times, and counts if there are any, from the file; where they are for something else, measures anew."""
-        self.made_for = made_for(decoder)
-        if self.file is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sequoia"
-            name = json.dumps({key: value for key, value in self.made_for.items() if key != "versions"})
-            self.file = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+        """Takes times, counts and method from the file; where it has none for just this, measures them, and keeps them."""
+        self.made_for, kept = made_for(decoder), None
+        self.file = self.file or file_for(self.made_for)
         if not self.replan and self.file.exists():
             try:
-                self.latency, counts, self.method = self.read(json.loads(self.file.read_text()))
-                self.acceptance.tried, self.acceptance.accepted = counts
+                kept = read_plan(self.file, self.made_for)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"the plan in {self.file} cannot be used and is measured anew: {type(error).__name__} {error}")
-        self.latency, self.acceptance, self.method = decoder.agree((self.latency, self.acceptance, self.method))
-        if self.latency is None:
+        if kept := decoder.agree(kept):
+            self.latency, self.acceptance, self.method = kept
+        else:
             start = time.perf_counter()
             self.latency = measure_latency(decoder)
-            if decoder.undecided:
-                self.method = faster_method(decoder, self.best(self.acceptance.rates(levels=4)).tree, self.latency)
+            self.method = faster_method(decoder, self.best().tree, self.latency) if decoder.asked == "auto" else None
             self.seconds = time.perf_counter() - start
             self.save()
-
-    def read(self, kept):
-        """The times and counts of a file's content. Raises an error for what is damaged or was made for something else."""
-        if kept["made for"] != self.made_for:
-            raise ValueError("it was made for other models, another machine, way of sampling or version")
-        latency, counts = Latency(**kept["latency"]), np.array(kept["counts"], dtype=np.float64)
-        for x, seconds in (latency[:2], latency[2:]):
-            if not (len(x) == len(seconds) > 0 and min(seconds) > 0 and (np.diff(x) > 0).all() and np.isfinite(seconds).all()):
-                raise ValueError("its times are not times")
-        if counts.shape != (2, *self.acceptance.tried.shape) or not ((0 <= counts[1]) & (counts[1] <= counts[0])).all():
-            raise ValueError("its counts are not counts")
-        if (kept["method"] in ("sequoia", "traversal")) != (self.made_for["method"] == "auto"):
-            raise ValueError("its method is not one to choose from")
-        return latency, counts, kept["method"]
 
     def save(self):
         """Keeps the times, and what was counted up to now, in the file; whole or not at all."""
@@ -1616,6 +1588,41 @@ class Planner:
             half.replace(self.file)
         except OSError as error:
             warnings.warn(f"the plan cannot be kept: {error}")
+
+
+def made_for(decoder: Decoder) -> dict:
+    """All that a decoder's times and acceptance depend on, but for the text."""
+    device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
+    models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype), hasattr(one.model, "stream")]
+              for one in (decoder.target, decoder.draft)]
+    sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
+                for processor in decoder.processors]
+    return dict(models=models, device=device, method=decoder.asked, sampling=sampling,
+                versions=[torch.__version__, transformers.__version__])
+
+
+def file_for(made_for: dict) -> Path:
+    """Where a plan is kept by default. A new version of a library replaces it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sequoia"
+    name = json.dumps({key: value for key, value in made_for.items() if key != "versions"})
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def read_plan(file: Path, made_for: dict) -> tuple[Latency, Acceptance, str | None]:
+    """What `Planner.save` has kept. Raises an error for what is damaged or was made for something else."""
+    kept, acceptance = json.loads(file.read_text()), Acceptance()
+    if kept["made for"] != made_for:
+        raise ValueError("it was made for other models, another machine, way of sampling or version")
+    latency, counts = Latency(**kept["latency"]), np.array(kept["counts"], dtype=np.float64)
+    for x, seconds in (latency[:2], latency[2:]):
+        if not (len(x) == len(seconds) > 0 and min(seconds) > 0 and (np.diff(x) > 0).all() and np.isfinite(seconds).all()):
+            raise ValueError("its times are not times")
+    if counts.shape != (2, *acceptance.tried.shape) or not ((0 <= counts[1]) & (counts[1] <= counts[0])).all():
+        raise ValueError("its counts are not counts")
+    if (kept["method"] in ("sequoia", "traversal")) != (made_for["method"] == "auto"):
+        raise ValueError("its method is not one to choose from")
+    acceptance.tried, acceptance.accepted = counts
+    return latency, acceptance, kept["method"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1936,11 +1943,7 @@ def main(argv=None) -> int:
 
 
 def run(args) -> int:
-    transformers.utils.logging.set_verbosity_error()
-    warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)         # a hub out of reach is one line of ours, at the end
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
+    be_quiet()
     args.device = join_ranks(args.device)
     say = (lambda text: None) if args.json or RANK else functools.partial(print, file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(args, say)
@@ -1948,15 +1951,7 @@ def run(args) -> int:
     drafting = args.tree != "none" or args.command == "plan"
     draft = load(args.draft, args, say) if drafting else None            # first: what it leaves free is the target's
     target = load(args.target, args, say, large=True)
-    room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
-    if room < 1:
-        context = room + ids.shape[1]
-        raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {context}; shorten it")
-    sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
-    if args.temperature == 0:
-        sampling = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
-    sampling.update(max_new_tokens=min(args.max_new_tokens, room), attention_mask=torch.ones_like(ids),
-                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+    sampling = sampling_of(args, ids, tokenizer, target)
     planner = Planner(args.plan, args.adapt, args.replan or args.command == "plan")
 
     def decode_once(tree, printer=None, **changed):
@@ -1987,6 +1982,29 @@ def run(args) -> int:
     else:
         print_summary(result, planner)
     return 130 if interrupted else 0
+
+
+def be_quiet():
+    """What the libraries say is left out: a hub out of reach is one line of ours, at the end."""
+    transformers.utils.logging.set_verbosity_error()
+    warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+
+
+def sampling_of(args, ids, tokenizer, target) -> dict:
+    """What transformers' generate is told. Raises ValueError for a prompt that fills the target's context."""
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if ids.shape[1] >= context:
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {context}; shorten it")
+    sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
+    return dict(sampling if args.temperature else GREEDILY, attention_mask=torch.ones_like(ids),
+                max_new_tokens=min(args.max_new_tokens, context - ids.shape[1]),
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+
+
+GREEDILY = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
 
 
 def summary(args, printer, planner, tokenizer, target) -> dict:
@@ -2058,8 +2076,7 @@ def compare(args, ids, sampling, decode_once, say, rounds: int = 3) -> dict:
     speeds = {name: float(np.median(values[1:])) for name, values in speeds.items()}
     result = {name: dict(tokens_per_second=speeds[name]) for name in COMPARED}
     result.update({f"speedup_over_{name}": speeds["tree"] / speeds[name] for name in COMPARED})
-    greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
-    result["greedy_identical"] = torch.equal(decode_once(args.tree, **greedy), theirs(**greedy))
+    result["greedy_identical"] = torch.equal(decode_once(args.tree, **GREEDILY), theirs(**GREEDILY))
     return result
 
 

@@ -1699,7 +1699,7 @@ def test_a_planner_adapts_to_what_it_sees_unless_told_not_to():
     latency = sequoia.Latency([1, 64], [1.0, 2.0], [1.0, 8.0], [0.02, 0.02])
     for adapt in (True, False):
         planner = sequoia.Planner(adapt=adapt)
-        planner.latency, planner.branch = latency, 8
+        planner.latency, planner.max_branch = latency, 8
         planner.acceptance.prior = np.array([0.1, 0.5, 0.1])
         planner.acceptance.tried, planner.acceptance.accepted = np.zeros((2, 24, 3))
         first = planner.choose()
