@@ -376,7 +376,7 @@ def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replac
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         residual = R if n == len(residual) else torch.cat([R, residual[n:]])
         n = [*with_child, 0][i + 1]                                                              # the rows with one more child
-        draft = D[:n] if replacement else _without(D[:n], tokens[:n, : i + 1])
+        draft = D[:n] if replacement or not n else _without(D[:n], tokens[:n, : i + 1])
     return ratios, residual
 
 
@@ -643,15 +643,24 @@ class Frame:
         limit or beyond, which will not be put out, stand at its last position: a later one may have no embedding."""
         slots, positions = base + self.slots, (base + self.depths).clamp(max=limit - 1)
         bias = self.bias.index_select(1, (all_slots - base).clamp(-1, self.size) + 1)
-        return Place(slots, positions, bias, all_slots.index_copy(0, slots, positions))
+        return Place(slots, positions, all_slots, bias)
 
 
 class Place(NamedTuple):
     """Where a tree's nodes stand in the cache."""
     slots: Tensor            # (size,)
     positions: Tensor        # (size,)
+    all_slots: Tensor        # (visible,) those of the prefix, which are its positions too, of the nodes, and maybe beyond
     bias: Tensor             # (size, visible) 0 where a node sees a slot, else -inf
-    key_positions: Tensor    # (visible,) the position of what each slot holds
+
+    def masks(self, nodes, windows) -> list[Tensor]:
+        """The additive mask of some nodes, (nodes, visible), for each of these sliding windows, None where there is none: the
+        bias, and -inf for what stands further back than the window."""
+        bias = self.bias[nodes]
+        if any(windows):
+            key_positions = self.all_slots.index_copy(0, self.slots, self.positions)
+            back = self.positions[nodes][:, None] - key_positions                                        # (nodes, visible)
+        return [bias.masked_fill(back >= window, -torch.inf) if window else bias for window in windows]
 
 
 class TreeLayer(StaticLayer):
@@ -697,24 +706,12 @@ class CachedModel:
         views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
         self.entries = tuple(views[i] for i in range(len(views)))
 
-    def __call__(self, tokens: Tensor, place: "Place", nodes: Tensor) -> Tensor:
-        """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits.
-
-        Subtle: to multiply one or two rows takes a CPU's matrix library longer than three to six, by up to a half. So
-        few nodes are fed as four, the first of them again and again: the same entries are written to the same slots."""
-        fed = nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
-        positions = place.positions[fed]
+    def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
+        """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
         run = getattr(self.model, "recording", self.run)
-        logits = run(tokens[fed].clamp(max=self.vocabulary - 1)[None], positions[None], place.slots[fed],
-                     self.masks(place, fed, positions), self.entries)
-        return logits[0, -len(nodes):]
-
-    def masks(self, place, nodes, positions) -> list[Tensor]:
-        """The additive mask, (1, 1, nodes, visible), for each kind of layer: the nodes' bias, and where a layer has a sliding
-        window, -inf for keys further back than that."""
-        bias = place.bias[nodes]
-        return [(bias if window is None else bias.masked_fill(positions[:, None] - place.key_positions >= window, -torch.inf)
-                 )[None, None].to(self.dtype) for window in self.windows.values()]
+        masks = [mask[None, None].to(self.dtype) for mask in place.masks(nodes, self.windows.values())]
+        known = tokens[nodes].clamp(max=self.vocabulary - 1)
+        return run(known[None], place.positions[nodes][None], place.slots[nodes], masks, self.entries)[0]
 
     def run(self, tokens, positions, slots, masks, entries):
         """The model's forward pass as a function of tensors only; entries: the keys and values of each layer in turn."""
@@ -729,6 +726,12 @@ class CachedModel:
         """Moves the entries of some slots, (slots,) each, in every layer."""
         for buffer in self.buffers:
             buffer.index_copy_(2, destination, buffer.index_select(2, source))
+
+
+def enough(nodes: Tensor) -> Tensor:
+    """What to feed for these nodes, (nodes,). Subtle: to multiply one or two rows takes a CPU's matrix library longer than three
+    to six, by up to a half. So few are fed as four, the first again and again: the same entries go to the same slots."""
+    return nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
 
 
 def attention_windows(config) -> dict[str, int | None]:
@@ -789,7 +792,7 @@ class Decoder:
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
         self.limit = max_length - history.shape[1] + len(prompt)
-        self.base, self.length = torch.tensor(len(prompt) - 1, device=prompt.device), len(prompt) - 1    # the stem's slot
+        self.base, self.length = torch.tensor([len(prompt) - 1], device=prompt.device), len(prompt) - 1  # the stem's slot
         self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
         self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
@@ -810,8 +813,9 @@ class Decoder:
         stem_and_root = self.tokens[:2]
         self.layout, self.frame, self.prepared = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
         self.tokens = torch.cat([stem_and_root, stem_and_root.new_zeros(tree.size - 1)])                 # (frame.size,)
-        self.fed = [level.nodes + 1 for level in self.layout.levels]     # what the draft is fed; with the root also the stem
-        self.fed[:1] = [nn.functional.pad(fed, (1, 0)) for fed in self.fed[:1]]
+        fed = [level.nodes + 1 for level in self.layout.levels]          # in the frame's numbers
+        fed[:1] = [nn.functional.pad(root, (1, 0)) for root in fed[:1]]  # with the root the draft is fed the stem
+        self.fed, self.judged = list(map(enough, fed)), enough(self.frame.slots[1:])
 
     def place(self) -> Place:
         """Where the tree stands now; on the host only among the slots in use."""
@@ -831,7 +835,7 @@ class Decoder:
             row, batch = self.row_of_batch
             scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
                                 for ids, one in zip(histories, scores)])
-        self.check(model, (scores.amax(dim=1) > -torch.inf).all())
+        self.check(model, scores.amax(dim=1).amin())
         return scores
 
     def path_tokens(self, node) -> Tensor:
@@ -839,10 +843,11 @@ class Decoder:
         path = self.layout.path[node, : self.layout.tree.depths[node]]
         return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
 
-    def check(self, model, healthy):
+    def check(self, model, least):
+        """Raises ValueError if the least of the rows' largest scores is NaN or -inf: no token is possible in that row."""
         if self.static:
-            self.healthy = self.healthy & healthy                        # looked at when the step has come back
-        elif not healthy:
+            self.healthy = self.healthy & (least > -torch.inf)           # looked at when the step has come back
+        elif not least > -torch.inf:
             raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
 
     def target_probs(self, logits, nodes):
@@ -911,8 +916,7 @@ class Decoder:
         distributions, (nodes, V) a level, and whether all went well, (1,)."""
         levels, place, self.healthy = [], self.place(), torch.ones_like(self.tokens[:1])
         for depth, level in enumerate(self.layout.levels):
-            fed = self.fed[depth]
-            logits = self.draft(self.tokens, place, fed)[-len(level.nodes):]
+            logits = self.draft(self.tokens, place, self.fed[depth])[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
             self.tokens[1 + level.children] = proposals.flatten()[level.exists]
@@ -923,7 +927,7 @@ class Decoder:
         the last accepted node, the token after it, and the nodes' tokens."""
         self.healthy = healthy
         self.agree(self.tokens)
-        logits = self.target(self.tokens, place, self.frame.slots[1:])                                   # (tree.size, V)
+        logits = self.target(self.tokens, place, self.judged)[-self.layout.tree.size:]                   # (tree.size, V)
         node, token = self.agree(torch.cat(self.verify(logits, draft_probs))).split(1)
         report = torch.cat([self.healthy, node, token, self.tokens[1:]])
         self.keep(place, node, token)
@@ -941,10 +945,11 @@ class Decoder:
         path = self.layout.path[node][0]                                                                 # (depth - 1,)
         path = path if self.static else path[: self.layout.tree.depths[node]]
         if len(path):
+            source, destination = place.slots[path + 1], place.slots[2 : len(path) + 2]
             for model in filter(None, (self.target, self.draft)):
-                model.move(place.slots[path + 1], place.slots[2 : len(path) + 2])
+                model.move(source, destination)
         self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
-        self.base += self.layout.depth[node][0] + 1
+        self.base += self.layout.depth[node] + 1
 
     def captured(self, run: Callable) -> Callable:
         """`run` as a CUDA graph, where that can be. It is tried out first, on a side stream, and the state restored."""
@@ -1090,12 +1095,13 @@ def record(model):
     def example(nodes, base):
         place, nodes = frame.place(torch.tensor(base), torch.arange(base + frame.size), 32), torch.arange(1, 1 + nodes)
         tokens = torch.randint(scratch.vocabulary, (1, len(nodes)), generator=torch.Generator().manual_seed(base))
-        return tokens, place.positions[nodes][None], place.slots[nodes], scratch.masks(place, nodes, place.positions[nodes])
+        masks = [mask[None, None].to(scratch.dtype) for mask in place.masks(nodes, scratch.windows.values())]
+        return tokens, place.positions[nodes][None], place.slots[nodes], masks
 
     def run(tokens, positions, slots, masks, entries, weights):          # the weights are inputs: a trace holds no opaque ones
         return scratch.run(tokens, positions, slots, masks, entries)
 
-    grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")     # keys are not repeated for heads that share them
+    grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
     with warnings.catch_warnings(), grouped:
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
@@ -1381,7 +1387,7 @@ def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method
     """Teacher-forced acceptance: at every position of a text, (positions, V) each, children are proposed and verified.
 
     text: (positions,) the token that follows each position. Where it is the one accepted, the next position is a level
-    deeper: so after a run of n such positions one has been seen on all levels from 0 to n, as a tree may begin at any of them."""
+    deeper: so after a run of n such positions one has been seen on all levels from 0 to n: a tree may begin at any of them."""
     acceptance, run = acceptance or Acceptance(), 0
     proposals = method.propose(draft_probs, min(children, target_probs.shape[1]), generator)
     ranks, tokens = method.verify(target_probs, draft_probs, proposals, generator)
@@ -1455,7 +1461,8 @@ def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
     decoder.plant(tree)
     with decoder.rehearsal():
         place, draft_probs, _ = decoder.grow()
-        logits, runs, seconds = decoder.target(decoder.tokens, place, decoder.frame.slots[1:]), {}, {"sequoia": [], "traversal": []}
+        logits = decoder.target(decoder.tokens, place, decoder.frame.slots[1:])
+        runs, seconds = {}, {"sequoia": [], "traversal": []}
         for _ in range(11):
             for name, times in seconds.items():
                 decoder.method = METHODS[name]
@@ -1629,7 +1636,7 @@ def read_plan(file: Path, made_for: dict) -> tuple[Latency, Acceptance, str | No
 # 9  decode, the loop behind model.generate
 
 
-@torch.no_grad()
+@torch.inference_mode()                          # not no_grad, which costs every one of a pass's thousand operators more
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, draft=None, tree="auto",
            method="auto", generator=None, planner=None, on_step=None, observe=None, cuda_graph=True, **model_kwargs):
     """Tree speculative decoding, to be handed to transformers:
@@ -1674,7 +1681,8 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     if streamer is not None:
         streamer.end()
     pad, length = int(config._pad_token_tensor or 0), max(map(len, rows))
-    output = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=input_ids.device)
+    with torch.inference_mode(False):                                    # an ordinary tensor, which may be changed
+        output = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=input_ids.device)
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
 
 
@@ -1764,7 +1772,7 @@ def arguments(argv=None):
                                                                 "none)")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
-    add("--explain", action="store_true", help="slow motion: every child tried, its chances and the random number that decided")
+    add("--explain", action="store_true", help="slow motion: every child tried, its chances, the random number that decided")
     add("--compare", action="store_true", help="also time transformers' generate and assisted generation, and plain decoding")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)

@@ -1046,6 +1046,22 @@ def test_tree_attention_equals_one_path_at_a_time(name):
 
 
 @torch.no_grad()
+def test_few_nodes_are_fed_as_four_and_score_the_same(llama):
+    decoder = decoder_for(*llama, prompt_of(20))
+    decoder.plant(optimal_tree([0.5, 0.2, 0.1], 9, 4))
+    place, _, _ = decoder.grow()
+    for nodes in ([1], [2, 5], [3, 4, 7], [6, 1, 2, 9, 8]):
+        nodes = torch.tensor(nodes)
+        fed = sequoia.enough(nodes)
+        assert fed[-len(nodes):].tolist() == nodes.tolist() and set(fed.tolist()) == set(nodes.tolist()) and len(fed) > 2
+        expected = decoder.target(decoder.tokens, place, nodes)
+        entries = [entry.clone() for entry in decoder.target.entries]
+        torch.testing.assert_close(decoder.target(decoder.tokens, place, fed)[-len(nodes):], expected, atol=1e-5, rtol=1e-5)
+        for before, after in zip(entries, decoder.target.entries):
+            torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_cache_after_steps_equals_fresh_prefill(llama):
     """Both models' entries up to the stem's, where the draft's own entry may be missing: it is written with the next root."""
     prompt, text = prompt_of(20), []
@@ -1752,6 +1768,7 @@ def test_drop_in_for_generate(llama):
     arguments = dict(max_new_tokens=20, custom_generate=sequoia.decode, draft=draft, tree="9x4")
     out = target.generate(prompt_of(10), do_sample=True, num_return_sequences=3, **arguments)
     assert out.shape == (3, 30) and len(set(map(tuple, out.tolist()))) > 1
+    out += 1                                         # an ordinary tensor, though it was made in inference mode
     out = target.generate(prompt_of(10), do_sample=False, return_dict_in_generate=True, **arguments)
     assert torch.equal(out.sequences, target.generate(prompt_of(10), do_sample=False, max_new_tokens=20))
     class UntilLength(transformers.StoppingCriteria):
