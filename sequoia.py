@@ -729,8 +729,8 @@ class CachedModel:
 
 
 def enough(nodes: Tensor) -> Tensor:
-    """What to feed for these nodes, (nodes,). Subtle: to multiply one or two rows takes a CPU's matrix library longer than three
-    to six, by up to a half. So few are fed as four, the first again and again: the same entries go to the same slots."""
+    """What to feed for these nodes, (nodes,). Subtle: one or two rows take a CPU's matrix library longer than three to six, by up
+    to a half. So few are fed as four, the first again and again: the same entries go to the same slots."""
     return nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
 
 
@@ -1178,16 +1178,35 @@ def views(flat: Tensor, parameters) -> list[Tensor]:
     return [piece[: p.nbytes].view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters)]
 
 
-@torch.no_grad()
-def offload(model, device, resident: int | str = "auto", buffers: int = 2, dtype: torch.dtype | None = None):
-    """Moves a model to the device, all but its decoder layers: their weights stay where they are, in host memory or (for a
-    CPU) in the files they are mapped from, and stream from there, pass after pass. Changes the model in place and returns it.
+def offload(model, device, resident: int | str = "auto", buffers: int = 2):
+    """Moves a model to the device, all but its decoder layers: their weights stay in host memory and stream from there, pass
+    after pass. Changes the model in place and returns it.
 
     resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
-    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way. dtype:
-    what the weights are converted to as they come. Raises ValueError for an unknown device, a packed model, one without a list
-    of decoder layers."""
-    device, layers, files = find_device(device), decoder_layers(model), mapped_files()
+    its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
+    Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
+    return stream_layers(model, device, resident, buffers, None, files=[])
+
+
+def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
+    """Loads a model from a folder or hub name and offloads it: to a GPU from host memory, on a CPU from its safetensors files,
+    so that it may be larger than all memory. What is stored in another dtype is converted as it comes. The other arguments
+    are `offload`'s. Raises ValueError for files that lack some of its weights."""
+    find_device(device)
+    try:                                         # subtle: weights that keep their dtype are mapped, not read, by transformers
+        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True,
+                                                            ignore_mismatched_sizes=True)
+    except SafetensorError as error:
+        raise ValueError(f"the files of {name} are cut short, or no safetensors: {error}") from error
+    if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
+        raise ValueError(f"the files of {name} lack {len(lost)} of the model's weights, or have other shapes: {lost[0]}, ...")
+    return stream_layers(model, device, resident, buffers, dtype, mapped_files())
+
+
+@torch.no_grad()
+def stream_layers(model, device, resident, buffers, dtype, files):
+    """`offload`, with the weights converted to a dtype, and read from these files where they are mapped from them."""
+    device, layers = find_device(device), decoder_layers(model)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"layers stream to a cpu or cuda device, not to {device}")
     if resident != "auto" and not (isinstance(resident, int) and resident >= 0):
@@ -1212,21 +1231,6 @@ def offload(model, device, resident: int | str = "auto", buffers: int = 2, dtype
         layer.register_forward_pre_hook(functools.partial(model.stream.before, i))
         layer.register_forward_hook(functools.partial(model.stream.after, i))
     return model.to(device).eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
-    """Loads a model from a folder or hub name and offloads it: on a CPU its layers stream from its safetensors files, so that
-    it may be larger than all memory. Arguments as in `offload`. Raises ValueError for files that lack some of its weights."""
-    find_device(device)
-    try:                                         # subtle: weights that keep their dtype are mapped, not read, by transformers
-        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True,
-                                                            ignore_mismatched_sizes=True)
-    except SafetensorError as error:
-        raise ValueError(f"the files of {name} are cut short, or no safetensors: {error}") from error
-    if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
-        raise ValueError(f"the files of {name} lack {len(lost)} of the model's weights, or have other shapes: {lost[0]}, ...")
-    return offload(model, device, resident, buffers, dtype)
 
 
 def decoder_layers(model) -> nn.ModuleList:
@@ -1287,8 +1291,8 @@ def mapped_files() -> list[tuple[int, int, int, str]]:
 
 
 def source_of(tensor: Tensor, files) -> Callable[[Tensor], Tensor]:
-    """A function that fills another tensor with these values and returns it. What is mapped from a file is read from there at
-    every call: so it does not stay in this process's memory."""
+    """A function that fills another tensor with these values and returns it. What is mapped from one of these files is read
+    from there at every call: so it does not stay in this process's memory."""
     address = tensor.data_ptr()
     for start, end, place, path in files:
         if start <= address < end and tensor.is_contiguous():

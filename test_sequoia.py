@@ -1410,6 +1410,17 @@ def test_weights_are_found_under_other_names_and_converted(tmp_path):
         assert torch.equal(model(prompt_of(30)).logits, expected(prompt_of(30)).logits)
 
 
+def test_weights_changed_since_they_were_loaded_stream_as_they_are_now(tmp_path):
+    target, draft = make_pair(STREAMED["llama"]())
+    target.save_pretrained(tmp_path)
+    target = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)             # maps the file, which does not change
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(1.1)
+    texts = both_texts(target, draft)
+    assert both_texts(sequoia.offload(target, "cpu"), draft) == texts
+
+
 def test_tied_layers_do_not_stream(tmp_path):
     target, draft = make_pair(STREAMED["llama"]())
     target.model.layers[3].mlp.up_proj.weight = target.model.layers[1].mlp.up_proj.weight
