@@ -871,7 +871,7 @@ def synthetic_speed(args):
     table("A step's time in ms (rest: proposals, masks, Python), and the share of the memory's speed reached", splits)
     if args.figures:
         draw_speed(f"speed-{args.synthetic}", rows)
-        draw_split(f"step-{args.synthetic}", splits, floor)
+        draw_split(f"step-{args.synthetic}", splits)
     return {"device": describe(pair), "synthetic": args.synthetic, "floor_ms": floor, "measured": rows, "steps": splits}
 
 
@@ -937,14 +937,14 @@ def split_step(pair, temperature, prompt, args, runs, name, read) -> dict:
             "x plain step": whole / median(runs["plain"], "ms_per_step")}
 
 
-def draw_split(name: str, splits, floor: float):
+def draw_split(name: str, splits):
     for axis, mine in draw_by_temperature(name, splits):
         left, labels = np.zeros(len(mine)), [f"{row['method']}\n{row['tree']}" for row in mine]
         for part, shade in PARTS.items():
             width = np.maximum([row[part] for row in mine], 0)
             axis.barh(labels, width, left=left, color=shade, label=part)
             left += width
-        axis.axvline(floor, color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
+        axis.axvline(mine[0]["floor / step"] * mine[0]["step"], color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
         axis.set_xlabel("ms per step")
         axis.grid(axis="y", visible=False)
         axis.invert_yaxis()

@@ -137,7 +137,8 @@ class Tree:
     @functools.cached_property
     def mask(self) -> Tensor:
         """Who may attend to whom, (size, size) bool: mask[i, j] where j is i or an ancestor of i."""
-        mask = torch.eye(self.size, dtype=torch.bool)
+        with torch.inference_mode(False):                                # an ordinary tensor, whoever asks first
+            mask = torch.eye(self.size, dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             mask[node] |= mask[parent]
         return mask
@@ -323,12 +324,12 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
     """k different tokens, (..., V) -> (..., k): the first drawn from `probs`, each next one from what is left of it,
     renormalised; once its mass is used up, uniformly from the tokens not yet drawn.
 
-    With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Subtle: tokens of
-    probability 0 must come last and in the order of their noise, not of their index, since `verify` accounts for a uniform
-    draw: hence the least of probabilities. Subtle too: 24 random bits would never draw a token of probability below 6e-8,
-    hence float64."""
+    With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Tokens of
+    probability 0 come last, in the order of their noise: subtle, since without it they would come in the order of their
+    index, which is not the uniform draw that `verify` accounts for. Subtle too: 24 random bits would never draw a token of
+    probability below 6e-8, hence float64."""
     noise = -torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()
-    return (probs.double().clamp(min=1e-300) / noise).topk(k).indices
+    return torch.where(probs > 0, probs / noise, -noise).topk(k).indices
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -502,9 +503,9 @@ class Method:
             rank, token = self.verify(target_probs(range(node, node + 1)), draft_probs[tree.depths[node]][row : row + 1],
                                       tokens[None, children[0] : children[-1] + 1], generator, observe=observe)
             if rank < 0:
-                return torch.tensor([node]), token
+                return tokens.new_tensor([node]), token
             node = children[rank]
-        return torch.tensor([node]), sample(target_probs(range(node, node + 1)), generator)
+        return tokens.new_tensor([node]), sample(target_probs(range(node, node + 1)), generator)
 
     def _walk_static(self, layout, tokens, target_probs, draft_probs, generator):
         target_probs = target_probs(range(layout.tree.size))                                     # (size, V)
@@ -534,7 +535,7 @@ class Greedy(Method):
             token = int(target_probs(range(node, node + 1)).argmax())
             accepted = [child for child in layout.tree.children[node] if proposed[child] == token]
             if not accepted:
-                return torch.tensor([node]), torch.tensor([token])
+                return tokens.new_tensor([node]), tokens.new_tensor([token])
             node = accepted[0]
 
 
@@ -729,8 +730,9 @@ class CachedModel:
 
 
 def enough(nodes: Tensor) -> Tensor:
-    """What to feed for these nodes, (nodes,). Subtle: one or two rows take a CPU's matrix library longer than three to six, by up
-    to a half. So few are fed as four, the first again and again: the same entries go to the same slots."""
+    """What to feed for these nodes: (nodes,) -> (3 or more,), they themselves last. Subtle: one or two rows take a CPU's
+    matrix library longer than three to six, by up to a half. So few are fed as four, the first again and again: the same
+    entries go to the same slots."""
     return nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
 
 
@@ -781,7 +783,7 @@ class Decoder:
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
     def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator,
-                 row_of_batch=(0, 1), keep=1, cuda_graph=True):
+                 row_of_batch=(0, 1), keep=1, cuda_graph=True, observe=None):
         """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
         included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
         logits are kept, to learn from."""
@@ -793,12 +795,12 @@ class Decoder:
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
         self.limit = max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor([len(prompt) - 1], device=prompt.device), len(prompt) - 1  # the stem's slot
-        self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, None
+        self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, observe
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
         self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
         first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
         self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
-        self.static = prompt.is_cuda and not self.needs_history         # on a CPU, or node by node, the host walks as it goes
+        self.static = prompt.is_cuda and not (self.needs_history or observe)     # else the host walks from node to node
 
     def plant(self, tree: Tree):
         """Takes this tree for the steps to come."""
@@ -959,11 +961,11 @@ class Decoder:
         random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
-            with self.rehearsal():
-                with torch.cuda.stream(side):
-                    for _ in range(2):
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    with self.rehearsal():
                         run()
-                torch.cuda.current_stream().wait_stream(side)            # before the state is restored
+            torch.cuda.current_stream().wait_stream(side)
             generator.set_state(random)
             if self.generator is not None:
                 graph.register_generator_state(self.generator)
@@ -1102,10 +1104,11 @@ def record(model):
         return scratch.run(tokens, positions, slots, masks, entries)
 
     grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
-    with warnings.catch_warnings(), grouped:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
-            traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
+            with grouped:
+                traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
             for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
                 getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
             traced = torch._C._create_function_from_graph("forward", traced.graph)
@@ -1185,16 +1188,18 @@ def offload(model, device, resident: int | str = "auto", buffers: int = 2):
     resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
     its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
     Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
-    return stream_layers(model, device, resident, buffers, None, files=[])
+    return stream_layers(model, check_streaming(device, resident, buffers), resident, buffers, model.dtype, files=[])
 
 
 def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = "auto", buffers: int = 2):
     """Loads a model from a folder or hub name and offloads it: to a GPU from host memory, on a CPU from its safetensors files,
-    so that it may be larger than all memory. What is stored in another dtype is converted as it comes. The other arguments
+    so that it may be larger than all memory; what is stored in another dtype is converted as it comes. The other arguments
     are `offload`'s. Raises ValueError for files that lack some of its weights."""
-    find_device(device)
-    try:                                         # subtle: weights that keep their dtype are mapped, not read, by transformers
-        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True,
+    device, config, as_type = check_streaming(device, resident, buffers), AutoConfig.from_pretrained(name), dtype
+    if device.type == "cpu":                     # subtle: transformers maps weights that keep their dtype, and reads others;
+        config.dtype, as_type = None, "auto"     # it is that of the files if the configuration says nothing else
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=as_type, output_loading_info=True,
                                                             ignore_mismatched_sizes=True)
     except SafetensorError as error:
         raise ValueError(f"the files of {name} are cut short, or no safetensors: {error}") from error
@@ -1203,23 +1208,33 @@ def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = 
     return stream_layers(model, device, resident, buffers, dtype, mapped_files())
 
 
-@torch.no_grad()
-def stream_layers(model, device, resident, buffers, dtype, files):
-    """`offload`, with the weights converted to a dtype, and read from these files where they are mapped from them."""
-    device, layers = find_device(device), decoder_layers(model)
-    if device.type not in ("cpu", "cuda"):
+def check_streaming(device, resident, buffers) -> torch.device:
+    if (device := find_device(device)).type not in ("cpu", "cuda"):
         raise ValueError(f"layers stream to a cpu or cuda device, not to {device}")
     if resident != "auto" and not (isinstance(resident, int) and resident >= 0):
         raise ValueError(f"resident must be auto or a number of layers, got {resident!r}")
     _at_least_one(buffers=buffers)
-    layers = layers[layers_that_fit(model, layers, device, buffers, dtype) if resident == "auto" else resident :]
-    streaming = [list(layer.parameters()) for layer in layers]
+    return device
+
+
+@torch.no_grad()
+def stream_layers(model, device, resident, buffers, dtype, files):
+    """`offload`, with what has the model's dtype converted to this one, and read from these files where it is mapped from
+    them."""
+    layers, stored = decoder_layers(model), model.dtype
+    layers = layers[layers_that_fit(model, layers, device, buffers) if resident == "auto" else resident :]
+    streaming, inside = [list(layer.parameters()) for layer in layers], {*layers.modules()}
+    staying = {p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
+    if staying.intersection(sum(streaming, [])):
+        raise ValueError(f"{type(model).__name__} has weights that decoder layers share with what does not stream")
     sources = [[source_of(parameter.data, files) for parameter in parameters] for parameters in streaming]
-    for parameter in {*model.parameters()}.difference(*streaming):
-        there = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
-        parameter.data = source_of(parameter.data, files)(there)
+
+    def empty(parameter, shape, device="cpu"):
+        return torch.empty(shape, dtype=dtype if parameter.dtype == stored else parameter.dtype, device=device)
+    for parameter in staying:
+        parameter.data = source_of(parameter.data, files)(empty(parameter, parameter.shape, device))
     for parameter in sum(streaming, []):
-        parameter.data = torch.empty((), dtype=dtype or parameter.dtype).expand(parameter.shape)         # takes no memory
+        parameter.data = empty(parameter, ()).expand(parameter.shape)                            # takes no memory
 
     def fill(i, flat):
         for source, view in zip(sources[i], views(flat, streaming[i])):
@@ -1243,10 +1258,10 @@ def decoder_layers(model) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers that could be offloaded")
 
 
-def layers_that_fit(model, layers, device, buffers, dtype) -> int:
+def layers_that_fit(model, layers, device, buffers) -> int:
     """How many layers can live in a GPU's free memory, beside the buffers and all that does not stream."""
     def size(module):
-        return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in module.parameters())
+        return sum(parameter.nbytes for parameter in module.parameters())
     free = 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0          # the rest: caches, activations
     return max(0, int((free - size(model) + size(layers)) / max(map(size, layers))) - buffers)
 
@@ -1287,7 +1302,7 @@ def mapped_files() -> list[tuple[int, int, int, str]]:
     maps = Path("/proc/self/maps")
     lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
     return [(*(int(address, 16) for address in line[0].split("-")), int(line[2], 16), line[5])
-            for line in lines if len(line) == 6 and line[5].startswith("/")]
+            for line in lines if len(line) == 6 and os.path.isfile(line[5])]
 
 
 def source_of(tensor: Tensor, files) -> Callable[[Tensor], Tensor]:
@@ -1525,7 +1540,8 @@ class Planner:
         size and depth. Where the method is to be chosen, the decoder gets it here."""
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
-        random, decoder.generator = decoder.generator, torch.Generator(decoder.base.device).manual_seed(0)
+        own, generator = (decoder.generator, decoder.observe), torch.Generator(decoder.base.device).manual_seed(0)
+        decoder.generator, decoder.observe = generator, None
         self.max_branch = min(len(PRIOR), decoder.vocabulary)
         if spec == "auto":
             if self.latency is None:
@@ -1534,7 +1550,7 @@ class Planner:
                 decoder.method = find_method(self.method or "sequoia")
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
             self.look_at_prompt(decoder)
-        decoder.generator = random                                       # the text's own: no tree depends on its numbers
+        decoder.generator, decoder.observe = own                         # the text's: no tree depends on its random numbers
         if spec != "auto":
             return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.max_branch)
         self.choose()
@@ -1576,11 +1592,11 @@ class Planner:
         self.file = self.file or file_for(self.made_for)
         if not self.replan and self.file.exists():
             try:
-                kept = read_plan(self.file, self.made_for)
+                kept = read_plan(self.file, self.made_for, self.acceptance.tried.shape)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"the plan in {self.file} cannot be used and is measured anew: {type(error).__name__} {error}")
         if kept := decoder.agree(kept):
-            self.latency, self.acceptance, self.method = kept
+            self.latency, (self.acceptance.tried, self.acceptance.accepted), self.method = kept
         else:
             start = time.perf_counter()
             self.latency = measure_latency(decoder)
@@ -1619,21 +1635,20 @@ def file_for(made_for: dict) -> Path:
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
 
-def read_plan(file: Path, made_for: dict) -> tuple[Latency, Acceptance, str | None]:
-    """What `Planner.save` has kept. Raises an error for what is damaged or was made for something else."""
-    kept, acceptance = json.loads(file.read_text()), Acceptance()
+def read_plan(file: Path, made_for: dict, shape) -> tuple[Latency, np.ndarray, str | None]:
+    """What `Planner.save` has kept, the counts (2, *shape). Raises an error for what is damaged or made for something else."""
+    kept = json.loads(file.read_text())
     if kept["made for"] != made_for:
         raise ValueError("it was made for other models, another machine, way of sampling or version")
     latency, counts = Latency(**kept["latency"]), np.array(kept["counts"], dtype=np.float64)
     for x, seconds in (latency[:2], latency[2:]):
         if not (len(x) == len(seconds) > 0 and min(seconds) > 0 and (np.diff(x) > 0).all() and np.isfinite(seconds).all()):
             raise ValueError("its times are not times")
-    if counts.shape != (2, *acceptance.tried.shape) or not ((0 <= counts[1]) & (counts[1] <= counts[0])).all():
+    if counts.shape != (2, *shape) or not ((0 <= counts[1]) & (counts[1] <= counts[0])).all():
         raise ValueError("its counts are not counts")
     if (kept["method"] in ("sequoia", "traversal")) != (made_for["method"] == "auto"):
         raise ValueError("its method is not one to choose from")
-    acceptance.tried, acceptance.accepted = counts
-    return latency, acceptance, kept["method"]
+    return latency, counts, kept["method"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1673,8 +1688,9 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     rows, ended = [], stop_check(stopping_criteria, input_ids.device)
     for i, row in enumerate(input_ids):
         decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
-                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), 64, cuda_graph)
-        decoder.observe, text = observe, row.tolist()
+                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), 64, cuda_graph,
+                          observe)
+        text = row.tolist()
         for token in decoder.tokens_with(tree, planner, on_step):
             text.append(token)
             if streamer is not None:

@@ -1408,6 +1408,12 @@ def test_weights_are_found_under_other_names_and_converted(tmp_path):
         model = sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
         assert model.generation_config.to_dict() == expected.generation_config.to_dict()
         assert torch.equal(model(prompt_of(30)).logits, expected(prompt_of(30)).logits)
+    target, _ = make_pair(STREAMED["llama"]())                       # a configuration that says less than the files hold
+    target.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    model = sequoia.load_offloaded(tmp_path, torch.float32, "cpu")
+    assert torch.equal(model(prompt_of(30)).logits, target(prompt_of(30)).logits)
 
 
 def test_weights_changed_since_they_were_loaded_stream_as_they_are_now(tmp_path):
@@ -1421,7 +1427,14 @@ def test_weights_changed_since_they_were_loaded_stream_as_they_are_now(tmp_path)
     assert both_texts(sequoia.offload(target, "cpu"), draft) == texts
 
 
-def test_tied_layers_do_not_stream(tmp_path):
+def test_what_streams_must_not_be_shared_with_what_stays():
+    target, _ = make_pair(STREAMED["llama"]())
+    target.model.norm.weight = target.model.layers[2].input_layernorm.weight
+    with pytest.raises(ValueError, match="share"):
+        sequoia.offload(target, "cpu")
+
+
+def test_tied_layers_stream(tmp_path):
     target, draft = make_pair(STREAMED["llama"]())
     target.model.layers[3].mlp.up_proj.weight = target.model.layers[1].mlp.up_proj.weight
     texts = both_texts(target, draft)
