@@ -944,7 +944,8 @@ def draw_split(name: str, splits):
             width = np.maximum([row[part] for row in mine], 0)
             axis.barh(labels, width, left=left, color=shade, label=part)
             left += width
-        axis.axvline(mine[0]["floor / step"] * mine[0]["step"], color=COLOURS["best"], linestyle="--", linewidth=1.5, label="memory floor")
+        floor = mine[0]["floor / step"] * mine[0]["step"]
+        axis.axvline(floor, color=COLOURS["memory floor"], linestyle="--", linewidth=1.5, label="memory floor")
         axis.set_xlabel("ms per step")
         axis.grid(axis="y", visible=False)
         axis.invert_yaxis()

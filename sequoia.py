@@ -406,8 +406,8 @@ def _ratios_of_spectr(target_probs, draft_probs, tokens, with_child, noise):
     low, high = torch.ones_like(k, dtype=P.dtype), k.clamp(min=1).to(P.dtype)
     for _ in range(50 if P.dtype == torch.float64 else 25):
         rho = (low + high) / 2
-        enough = tries(torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)) <= rho
-        low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
+        large = tries(torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)) <= rho
+        low, high = torch.where(large, low, rho), torch.where(large, rho, high)
     taken = torch.minimum(P / high, Q)
     residual = _normalise((P - tries(taken.sum(dim=1, keepdim=True)) * taken).clamp(min=0), otherwise=P)
     p, q = P.gather(1, tokens.clamp(min=0)), Q.gather(1, tokens.clamp(min=0))
@@ -654,14 +654,15 @@ class Place(NamedTuple):
     all_slots: Tensor        # (visible,) those of the prefix, which are its positions too, of the nodes, and maybe beyond
     bias: Tensor             # (size, visible) 0 where a node sees a slot, else -inf
 
-    def masks(self, nodes, windows) -> list[Tensor]:
-        """The additive mask of some nodes, (nodes, visible), for each of these sliding windows, None where there is none: the
-        bias, and -inf for what stands further back than the window."""
+    def masks(self, nodes, windows, dtype) -> list[Tensor]:
+        """The additive mask of some nodes, (1, 1, nodes, visible), for each of these sliding windows, None where there is none:
+        the bias, and -inf for what stands further back than the window."""
         bias = self.bias[nodes]
         if any(windows):
             key_positions = self.all_slots.index_copy(0, self.slots, self.positions)
             back = self.positions[nodes][:, None] - key_positions                                        # (nodes, visible)
-        return [bias.masked_fill(back >= window, -torch.inf) if window else bias for window in windows]
+        masks = [bias.masked_fill(back >= window, -torch.inf) if window else bias for window in windows]
+        return [mask[None, None].to(dtype) for mask in masks]
 
 
 class TreeLayer(StaticLayer):
@@ -709,9 +710,8 @@ class CachedModel:
 
     def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
         """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
-        run = getattr(self.model, "recording", self.run)
-        masks = [mask[None, None].to(self.dtype) for mask in place.masks(nodes, self.windows.values())]
-        known = tokens[nodes].clamp(max=self.vocabulary - 1)
+        run, known = getattr(self.model, "recording", self.run), tokens[nodes].clamp(max=self.vocabulary - 1)
+        masks = place.masks(nodes, self.windows.values(), self.dtype)
         return run(known[None], place.positions[nodes][None], place.slots[nodes], masks, self.entries)[0]
 
     def run(self, tokens, positions, slots, masks, entries):
@@ -1097,7 +1097,7 @@ def record(model):
     def example(nodes, base):
         place, nodes = frame.place(torch.tensor(base), torch.arange(base + frame.size), 32), torch.arange(1, 1 + nodes)
         tokens = torch.randint(scratch.vocabulary, (1, len(nodes)), generator=torch.Generator().manual_seed(base))
-        masks = [mask[None, None].to(scratch.dtype) for mask in place.masks(nodes, scratch.windows.values())]
+        masks = place.masks(nodes, scratch.windows.values(), scratch.dtype)
         return tokens, place.positions[nodes][None], place.slots[nodes], masks
 
     def run(tokens, positions, slots, masks, entries, weights):          # the weights are inputs: a trace holds no opaque ones
