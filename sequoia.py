@@ -655,8 +655,8 @@ class Place(NamedTuple):
     bias: Tensor             # (size, visible) 0 where a node sees a slot, else -inf
 
     def masks(self, nodes, windows, dtype) -> list[Tensor]:
-        """The additive mask of some nodes, (1, 1, nodes, visible), for each of these sliding windows, None where there is none:
-        the bias, and -inf for what stands further back than the window."""
+        """The additive mask of some nodes, (1, 1, nodes, visible), for each of these sliding windows, None where there is
+        none: the bias, and -inf for what stands further back than the window."""
         bias = self.bias[nodes]
         if any(windows):
             key_positions = self.all_slots.index_copy(0, self.slots, self.positions)
