@@ -328,14 +328,15 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
     probability 0 come last, in the order of their noise: subtle, since without it they would come in the order of their
     index, which is not the uniform draw that `verify` accounts for. Subtle too: 24 random bits would never draw a token of
     probability below 6e-8, hence float64."""
-    noise = -torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()
-    return torch.where(probs > 0, probs / noise, -noise).topk(k).indices
+    log = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()     # -E
+    return torch.where(probs > 0, probs / log, -log).topk(k, largest=False).indices
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k independent tokens, (..., V) -> (..., k)."""
-    rows = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(rows, k, replacement=True, generator=generator).reshape(*probs.shape[:-1], k)
+    """k independent tokens, (..., V) -> (..., k): where uniform numbers fall among the cumulated probabilities."""
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    uniform = torch.rand((*probs.shape[:-1], k), generator=generator, dtype=torch.float64, device=probs.device)
+    return torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True).clamp_(max=probs.shape[-1] - 1)
 
 
 def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -344,11 +345,8 @@ def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None)
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token of each row, (..., V) -> (...), where a uniform number falls among the cumulated probabilities."""
-    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
-    uniform = torch.rand((*probs.shape[:-1], 1), generator=generator, dtype=torch.float64, device=probs.device)
-    found = torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True)
-    return found[..., 0].clamp(max=probs.shape[-1] - 1)
+    """One token of each row, (..., V) -> (...)."""
+    return sample_with_replacement(probs, 1, generator)[..., 0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -367,11 +365,10 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
     """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
     residual, draft = target_probs, draft_probs[: with_child[0] if with_child else 0]
-    ratios = torch.zeros(tokens.shape, dtype=residual.dtype, device=residual.device)
+    ratios = residual.new_zeros(tokens.shape)
     for i, n in enumerate(with_child):
         token, R, D = tokens[:n, i : i + 1], residual[:n], draft                                 # (n, 1), (n, V), (n, V)
-        p, q = R.gather(1, token), D.gather(1, token)
-        ratios[:n, i : i + 1] = torch.where(p > 0, p / q, 0)                                     # R[s] / D[s]
+        ratios[:n, i : i + 1] = (R.gather(1, token) / D.gather(1, token)).nan_to_num_()         # R[s] / D[s], 0 / 0 being 0
         if noise is not None and noise.device.type == "cpu" and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
@@ -472,21 +469,18 @@ class Method:
     ratios: Callable
 
     def verify(self, target_probs, draft_probs, tokens, generator=None, with_child=None, observe=None):
-        """Which child is accepted, if any, and which token follows: target_probs, draft_probs (..., V), tokens (..., k) ->
-        rank (...), -1 for none, and token (...). Over proposals and noise the token is distributed as target_probs."""
-        shape, rows = tokens.shape[:-1], [x.reshape(-1, x.shape[-1]) for x in (target_probs, draft_probs, tokens)]
-        target_probs, draft_probs, tokens = rows
+        """Which child is accepted, if any, and which token follows: target_probs, draft_probs (rows, V), tokens (rows, k) ->
+        rank (rows,), -1 for none, and token (rows,). Over proposals and noise the token is distributed as target_probs."""
         noise = torch.rand(tokens.shape, generator=generator, dtype=target_probs.dtype, device=tokens.device)
         with_child = with_child or [len(tokens)] * tokens.shape[1]
         ratios, residual = self.ratios(target_probs, draft_probs, tokens, with_child, noise)
-        accepted = noise < ratios                                                                # (rows, k)
-        rank = torch.where(accepted.any(dim=1), accepted.to(torch.uint8).argmax(dim=1), -1)
-        token = tokens.gather(1, rank.clamp(min=0)[:, None])[:, 0]
-        if rank.is_cuda or (rank < 0).any():
-            token = torch.where(rank >= 0, token, sample(residual, generator))
+        accepted, first = (noise < ratios).max(dim=1)                            # whether any child is, and the first of them
+        rank, token = torch.where(accepted, first, -1), tokens.gather(1, first[:, None])[:, 0]
+        if rank.is_cuda or not accepted.all():
+            token = torch.where(accepted, token, sample(residual, generator))
         if observe:
             observe(self, target_probs, draft_probs, tokens, noise, ratios, rank, token)
-        return rank.reshape(shape), token.reshape(shape)
+        return rank, token
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
         """Which node of a tree is the last accepted one, and which token follows it, (1,) each.
@@ -502,7 +496,7 @@ class Method:
             row = layout.row_in_level[node]
             rank, token = self.verify(target_probs(range(node, node + 1)), draft_probs[tree.depths[node]][row : row + 1],
                                       tokens[None, children[0] : children[-1] + 1], generator, observe=observe)
-            if rank < 0:
+            if (rank := int(rank)) < 0:
                 return tokens.new_tensor([node]), token
             node = children[rank]
         return tokens.new_tensor([node]), sample(target_probs(range(node, node + 1)), generator)
@@ -549,7 +543,7 @@ class Traversal(Method):
         mass, residual = self.sweep(layout, tokens, target_probs(range(layout.tree.size)), draft_probs)
         noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
         accepted = (noise < mass)[layout.post_order]
-        node = layout.post_order.gather(0, accepted.to(torch.uint8).argmax(dim=0, keepdim=True))
+        node = layout.post_order.gather(0, accepted.max(dim=0, keepdim=True).indices)
         token = sample(residual[node], generator)
         if observe:
             observe(self, layout, tokens, mass, noise, residual, node, token)
@@ -566,7 +560,7 @@ class Traversal(Method):
                 nodes, child = level.nodes[:n], level.child[:n, rank]
                 a, R, D, token = mass[nodes, None], residual[nodes], draft, proposed[:n, rank : rank + 1]
                 p, q = a * R.gather(1, token), D.gather(1, token)
-                mass[child] = torch.where(p > 0, p / q, 0).clamp(max=1)[:, 0]                    # a R[t] / D[t]
+                mass[child] = (p / q).nan_to_num_().clamp_(max=1)[:, 0]                          # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
                 total = left.sum(dim=1, keepdim=True)
                 mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
@@ -616,8 +610,10 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
             raise ValueError(f"{name} must be probabilities: no NaN, none negative, every row summing to 1")
     if not 1 <= k <= target_probs.shape[-1]:
         raise ValueError(f"k must be from 1 to the vocabulary's size {target_probs.shape[-1]}, got {k}")
-    chosen = find_method(method)
-    return chosen.verify(target_probs, draft_probs, chosen.propose(draft_probs, k, generator), generator)
+    chosen, batch = find_method(method), target_probs.shape[:-1]
+    P, Q = (probs.reshape(-1, probs.shape[-1]) for probs in (target_probs, draft_probs))
+    rank, token = chosen.verify(P, Q, chosen.propose(Q, k, generator), generator)
+    return rank.reshape(batch), token.reshape(batch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -710,18 +706,18 @@ class CachedModel:
 
     def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
         """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
-        run, known = getattr(self.model, "recording", self.run), tokens[nodes].clamp(max=self.vocabulary - 1)
-        masks = place.masks(nodes, self.windows.values(), self.dtype)
-        return run(known[None], place.positions[nodes][None], place.slots[nodes], masks, self.entries)[0]
+        return getattr(self.model, "recording", self.run)(tokens, nodes, place, self.entries)
 
-    def run(self, tokens, positions, slots, masks, entries):
-        """The model's forward pass as a function of tensors only; entries: the keys and values of each layer in turn."""
-        self.slots, self.visible = slots, masks[0].shape[-1]
+    def run(self, tokens, nodes, place, entries):
+        """The pass as a function of tensors only; entries: the keys and values of each layer in turn."""
+        place, known = Place(*place), tokens[nodes].clamp(max=self.vocabulary - 1)
+        masks = place.masks(nodes, self.windows.values(), self.dtype)
+        self.slots, self.visible = place.slots[nodes], masks[0].shape[-1]
         for i, layer in enumerate(self.layers):
             layer.keys, layer.values = entries[2 * i], entries[2 * i + 1]
-        mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
-                          use_cache=True).logits
+        return self.model(input_ids=known[None], position_ids=place.positions[nodes][None], use_cache=True,
+                          attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
+                          past_key_values=self.cache).logits[0]
 
     def move(self, source: Tensor, destination: Tensor):
         """Moves the entries of some slots, (slots,) each, in every layer."""
@@ -795,7 +791,8 @@ class Decoder:
         self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
         self.limit = max_length - history.shape[1] + len(prompt)
         self.base, self.length = torch.tensor([len(prompt) - 1], device=prompt.device), len(prompt) - 1  # the stem's slot
-        self.static, self.healthy, self.cuda_graph, self.observe = False, True, cuda_graph, observe
+        self.static, self.cuda_graph, self.observe = False, cuda_graph, observe
+        self.healthy = self.well = torch.ones_like(self.base)            # (1,) whether this step has gone well so far
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
         self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
         first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
@@ -849,7 +846,7 @@ class Decoder:
         """Raises ValueError if the least of the rows' largest scores is NaN or -inf: no token is possible in that row."""
         if self.static:
             self.healthy = self.healthy & (least > -torch.inf)           # looked at when the step has come back
-        elif not least > -torch.inf:
+        elif not least.item() > -torch.inf:
             raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
 
     def target_probs(self, logits, nodes):
@@ -916,12 +913,12 @@ class Decoder:
     def grow(self) -> tuple[Place, list[Tensor], Tensor]:
         """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's
         distributions, (nodes, V) a level, and whether all went well, (1,)."""
-        levels, place, self.healthy = [], self.place(), torch.ones_like(self.tokens[:1])
+        levels, place, self.healthy = [], self.place(), self.well
         for depth, level in enumerate(self.layout.levels):
             logits = self.draft(self.tokens, place, self.fed[depth])[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
-            self.tokens[1 + level.children] = proposals.flatten()[level.exists]
+            self.tokens[1 + level.children] = proposals.take(level.exists)
         return place, levels, self.healthy
 
     def judge(self, place, draft_probs, healthy) -> Tensor:
@@ -930,7 +927,7 @@ class Decoder:
         self.healthy = healthy
         self.agree(self.tokens)
         logits = self.target(self.tokens, place, self.judged)[-self.layout.tree.size:]                   # (tree.size, V)
-        node, token = self.agree(torch.cat(self.verify(logits, draft_probs))).split(1)
+        node, token = map(self.agree, self.verify(logits, draft_probs))
         report = torch.cat([self.healthy, node, token, self.tokens[1:]])
         self.keep(place, node, token)
         return report
@@ -1095,24 +1092,23 @@ def record(model):
     frame, weights = Frame(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
 
     def example(nodes, base):
-        place, nodes = frame.place(torch.tensor(base), torch.arange(base + frame.size), 32), torch.arange(1, 1 + nodes)
-        tokens = torch.randint(scratch.vocabulary, (1, len(nodes)), generator=torch.Generator().manual_seed(base))
-        masks = place.masks(nodes, scratch.windows.values(), scratch.dtype)
-        return tokens, place.positions[nodes][None], place.slots[nodes], masks
+        tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(base))
+        place = frame.place(torch.tensor([base]), torch.arange(base + frame.size), 32)
+        return tokens, torch.arange(1, 1 + nodes), place, scratch.entries
 
-    def run(tokens, positions, slots, masks, entries, weights):          # the weights are inputs: a trace holds no opaque ones
-        return scratch.run(tokens, positions, slots, masks, entries)
+    def run(*inputs):                                                    # the last are the weights: a trace holds no opaque ones
+        return scratch.run(*inputs[:-1])
 
     grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
         try:
             with grouped:
-                traced = torch.jit.trace(run, (*example(3, 3), scratch.entries, weights), check_trace=False)
+                traced = torch.jit.trace(run, (*example(3, 3), weights), check_trace=False)
             for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
                 getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
             traced = torch._C._create_function_from_graph("forward", traced.graph)
-            same = [torch.equal(_replay(traced, weights, *inputs, scratch.entries), scratch.run(*inputs, scratch.entries))
+            same = [torch.equal(_replay(traced, weights, *inputs), scratch.run(*inputs))
                     for inputs in (example(15, 4), example(7, 5), example(2, 14))]
         except (RuntimeError, AttributeError):
             same = [False]
