@@ -369,7 +369,7 @@ def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replac
     for i, n in enumerate(with_child):
         token, R, D = tokens[:n, i : i + 1], residual[:n], draft                                 # (n, 1), (n, V), (n, V)
         ratios[:n, i : i + 1] = (R.gather(1, token) / D.gather(1, token)).nan_to_num_()         # R[s] / D[s], 0 / 0 being 0
-        if noise is not None and noise.device.type == "cpu" and (noise < ratios).any(dim=1).all():
+        if noise is not None and noise.is_cpu and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         residual = R if n == len(residual) else torch.cat([R, residual[n:]])
@@ -382,7 +382,7 @@ def _without(draft: Tensor, rejected: Tensor) -> Tensor:
     """The draft (rows, V) without its rejected tokens (rows, i), of which all but the last have left it before, renormalised;
     uniform over the tokens not yet rejected once its mass is used up."""
     left = draft.scatter(1, rejected[:, -1:], 0)
-    if not left.is_cuda and left.any(dim=1).all():                       # the host may look, and save itself the rest
+    if left.is_cpu and left.any(dim=1).all():                       # the host may look, and save itself the rest
         return left / left.sum(dim=1, keepdim=True)
     untried = torch.ones_like(draft).scatter_(1, rejected, 0)
     return _normalise(left, otherwise=_normalise(untried, otherwise=draft))
@@ -476,7 +476,7 @@ class Method:
         ratios, residual = self.ratios(target_probs, draft_probs, tokens, with_child, noise)
         accepted, first = (noise < ratios).max(dim=1)                            # whether any child is, and the first of them
         rank, token = torch.where(accepted, first, -1), tokens.gather(1, first[:, None])[:, 0]
-        if rank.is_cuda or not accepted.all():
+        if not (accepted.is_cpu and accepted.all()):
             token = torch.where(accepted, token, sample(residual, generator))
         if observe:
             observe(self, target_probs, draft_probs, tokens, noise, ratios, rank, token)
@@ -729,7 +729,7 @@ def enough(nodes: Tensor) -> Tensor:
     """What to feed for these nodes: (nodes,) -> (3 or more,), they themselves last. Subtle: one or two rows take a CPU's
     matrix library longer than three to six, by up to a half. So few are fed as four, the first again and again: the same
     entries go to the same slots."""
-    return nodes if len(nodes) > 2 or nodes.is_cuda else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
+    return nodes if len(nodes) > 2 or not nodes.is_cpu else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
 
 
 def attention_windows(config) -> dict[str, int | None]:
@@ -797,7 +797,7 @@ class Decoder:
         self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
         first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
         self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
-        self.static = prompt.is_cuda and not (self.needs_history or observe)     # else the host walks from node to node
+        self.static = not (prompt.is_cpu or self.needs_history or observe)       # else the host walks from node to node
 
     def plant(self, tree: Tree):
         """Takes this tree for the steps to come."""
@@ -975,14 +975,17 @@ class Decoder:
         return lambda: graph.replay() or result
 
     @contextlib.contextmanager
-    def rehearsal(self):
-        """What is run in here leaves the text where it was."""
-        base, tokens = self.base.clone(), self.tokens.clone()
+    def rehearsal(self, seed=None):
+        """What is run in here leaves the text where it was; with a seed of its own the text's random numbers too."""
+        base, stem_and_root, generator, observe = self.base.clone(), self.tokens[:2].clone(), self.generator, self.observe
+        self.generator = generator if seed is None else torch.Generator(base.device).manual_seed(seed)
+        self.observe = None
         try:
             yield
         finally:
             self.base.copy_(base)
-            self.tokens.copy_(tokens)
+            self.tokens[:2] = stem_and_root
+            self.generator, self.observe = generator, observe
 
     def tokens_with(self, tree, planner, on_step=None):
         """The tokens after the prompt, one at a time, for as long as they are asked for."""
@@ -1096,8 +1099,8 @@ def record(model):
         place = frame.place(torch.tensor([base]), torch.arange(base + frame.size), 32)
         return tokens, torch.arange(1, 1 + nodes), place, scratch.entries
 
-    def run(*inputs):                                                    # the last are the weights: a trace holds no opaque ones
-        return scratch.run(*inputs[:-1])
+    def run(*inputs):                                                    # the last input, the weights: a trace holds no
+        return scratch.run(*inputs[:-1])                                 # opaque ones
 
     grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
     with warnings.catch_warnings():
@@ -1536,17 +1539,16 @@ class Planner:
         size and depth. Where the method is to be chosen, the decoder gets it here."""
         if isinstance(spec, Tree) or decoder.draft is None:
             return spec if isinstance(spec, Tree) else Tree([-1])
-        own, generator = (decoder.generator, decoder.observe), torch.Generator(decoder.base.device).manual_seed(0)
-        decoder.generator, decoder.observe = generator, None
         self.max_branch = min(len(PRIOR), decoder.vocabulary)
         if spec == "auto":
             if self.latency is None:
-                self.restore(decoder)
+                with decoder.rehearsal(seed=0):
+                    self.restore(decoder)
             if decoder.asked == "auto":
                 decoder.method = find_method(self.method or "sequoia")
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
-            self.look_at_prompt(decoder)
-        decoder.generator, decoder.observe = own                         # the text's: no tree depends on its random numbers
+            with decoder.rehearsal(seed=0):                              # the same whether times were measured or read
+                self.look_at_prompt(decoder)
         if spec != "auto":
             return optimal_tree(self.acceptance.rates(levels=4), *map(int, spec.split("x")), max_branch=self.max_branch)
         self.choose()
@@ -1557,7 +1559,6 @@ class Planner:
         target_probs = decoder.target_probs(decoder.target.logits, [])                           # (positions, V)
         draft_probs = decoder.draft_probs(decoder.draft.logits, [])
         text = torch.cat([decoder.history[0], decoder.tokens[1:2]])[-len(target_probs):]         # what follows each position
-        decoder.generator.manual_seed(0)                                 # the same whether times were measured or read
         measure_acceptance(target_probs, draft_probs, decoder.method, 4, decoder.generator, self.acceptance, text)
 
     def learn(self, step: Step, spec) -> Tree | None:

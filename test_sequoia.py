@@ -1030,6 +1030,11 @@ def decoder_for(target, draft, prompt, **kwargs):
     return sequoia.Decoder(target, draft, prompt[0], prompt, **{**settings, **kwargs})
 
 
+def target_processors(model, **sampling):
+    """What transformers makes of these settings."""
+    return model._get_logits_processor(transformers.GenerationConfig(do_sample=True, **sampling), input_ids_seq_length=4, device="cpu")
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @torch.no_grad()
 def test_tree_attention_equals_one_path_at_a_time(name):
@@ -1126,8 +1131,7 @@ def test_joint_distribution_of_three_tokens_equals_enumeration(case, static):
     config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=1, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
     target, draft = map(sequoia.pack, make_pair(config, sharpness=6.0, difference=1.5, seed=3))
     prompt, acceptance = prompt_of(4, vocabulary), sequoia.Acceptance()
-    processors = target._get_logits_processor(transformers.GenerationConfig(do_sample=True, top_k=0, **arguments),
-                                              input_ids_seq_length=4, device="cpu")
+    processors = target_processors(target, **{"top_k": 0, **arguments})
     decoder = decoder_for(target, draft, prompt, method=method, processors=processors)
     decoder.static = static
     decoder.plant(Tree([-1, 0, 0, 0, 1, 1, 2]))
@@ -1175,6 +1179,39 @@ def test_static_program_is_greedy_too(name):
             while len(text) < 30:
                 text += decoder.step().tokens
         assert text[:30] == expected
+
+
+def on_meta(value):
+    """All tensors in here as tensors of a device without values."""
+    if isinstance(value, sequoia.Families):
+        return sequoia.Families(*map(on_meta, value))
+    return list(map(on_meta, value)) if isinstance(value, list) else value.to("meta") if torch.is_tensor(value) else value
+
+
+STEPS = [("llama", name) for name in METHODS] + [(name, "sequoia") for name in ("qwen2 with a window", "phi3", "gemma3", "opt")]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("name, method", STEPS)
+@torch.no_grad()
+def test_a_static_step_never_asks_the_host(name, method, greedy, monkeypatch):
+    """What a CUDA graph records must not depend on any value: here there are none, so that whoever asks for one fails. All
+    is on one device, too: an operator that mixes this one with the CPU fails."""
+    pair, prompt, layout = make_pair(ARCHITECTURES[name]()), prompt_of(10), sequoia.TreeLayout
+    processors = [] if greedy else target_processors(pair[0], temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
+    decoder = decoder_for(*pair, prompt, method=method, processors=processors, greedy=greedy, generator=None)
+    decoder.target, decoder.draft = (sequoia.CachedModel(model.to("meta"), on_meta(prompt[0])) for model in pair)
+    decoder.base, decoder.tokens, decoder.well, decoder.static = *map(on_meta, (decoder.base, decoder.tokens, decoder.well)), True
+
+    def layout_on_meta(tree, device):                                    # a layout is made with the values at hand
+        made = layout(tree, "cpu")
+        vars(made).update({key: on_meta(value) for key, value in vars(made).items()})
+        return made
+    monkeypatch.setattr(sequoia, "TreeLayout", layout_on_meta)
+    for tree in (Tree([-1]), Tree([-1, 0, 0, 1, 1, 1, 2, 3])):
+        decoder.plant(tree)
+        report = decoder.program()
+        assert report.is_meta and report.shape == (3 + tree.size,)
 
 
 def test_greedy_equals_plain_generate_on_held_out_prompts():
