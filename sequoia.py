@@ -1103,19 +1103,17 @@ def record(model):
         return scratch.run(*inputs[:-1])                                 # opaque ones
 
     grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError, AttributeError):
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
-        try:
-            with grouped:
-                traced = torch.jit.trace(run, (*example(3, 3), weights), check_trace=False)
-            for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
-                getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
-            traced = torch._C._create_function_from_graph("forward", traced.graph)
-            same = [torch.equal(_replay(traced, weights, *inputs), scratch.run(*inputs))
-                    for inputs in (example(15, 4), example(7, 5), example(2, 14))]
-        except (RuntimeError, AttributeError):
-            same = [False]
-    return functools.partial(_replay, traced, weights) if all(same) else functools.partial(CachedModel.run, scratch)
+        with grouped:
+            traced = torch.jit.trace(run, (*example(3, 3), weights), check_trace=False)
+        for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
+            getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
+        replay = functools.partial(_replay, torch._C._create_function_from_graph("forward", traced.graph), weights)
+        others = example(15, 4), example(7, 5), example(2, 14)
+        if all(torch.equal(replay(*inputs), scratch.run(*inputs)) for inputs in others):
+            return replay
+    return functools.partial(CachedModel.run, scratch)
 
 
 def _replay(traced, weights, *inputs):
