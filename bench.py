@@ -964,22 +964,9 @@ def planner(args):
         chooser = sequoia.Planner()
         for prompt in progress(prompts[1::2], f"planning, {named(temperature)}"):
             ours(pair, temperature, "auto", args.method, planner=chooser)(prompt, args.new_tokens)
-        latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
-        centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
-        sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 5).round().astype(int).tolist()
-        largest = {d: sum(len(rates) ** level for level in range(d)) for d in range(2, centre[1] + 2)}
-        shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if d <= n <= largest.get(d, 0)}
-        around = [sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes | {centre})]
-        around = {(tree.size, tree.depth): tree for tree in around}              # some need fewer levels than they may
-        contenders = {"plain": ours(pair, temperature, "none")}
-        contenders |= {shape: ours(pair, temperature, tree, args.method) for shape, tree in around.items()}
-        runs = interleave(contenders, prompts[::2], args, named(temperature))
-        rows += [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
-                  "tokens/step predicted": sequoia.expected_tokens(tree, rates),
-                  "tokens/step achieved": tokens_per_step(runs[n, d]),
-                  "x plain predicted": chooser.latency.speedup(tree, rates),
-                  "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
+        rows += around_the_plan(pair, temperature, chooser, prompts[::2], args)
     table("Predicted and achieved around the planned tree", rows)
+    latency, rates = chooser.latency, chooser.acceptance.rates()
     sizes = speed_by_size(pair, latency, rates, temperatures[-1], prompts, args)
     starts = [hard_start(pair, temperature, prompts, args) for temperature in temperatures]
     table("Hard starts: a draft of random weights; a planner that began with a useless draft's rates, after so many tokens "
@@ -990,28 +977,50 @@ def planner(args):
              for n, seconds in zip(counts, all_seconds)]
     table("t(n), as the planner measures it: a step without its draft passes, and one draft pass, over n tokens", times)
     if args.figures:
-        with figure("planner", panels=3) as (left, middle, right):
-            for temperature, marker in zip(temperatures, "osv^"):
-                mine = [row for row in rows if row["temperature"] == temperature]
-                promised, achieved = ([row[f"x plain {kind}"] for row in mine] for kind in ("predicted", "achieved"))
-                left.plot(promised, achieved, marker, markersize=8, color=colour("sequoia"), alpha=0.7,
-                          label=named(temperature))
-            left.axline((1, 1), slope=1, color=COLOURS["best"], linestyle="--", linewidth=1)
-            left.set(xlabel="predicted speedup over plain", ylabel="achieved")
-            left.legend()
-            for name, shade in (("planned", "sequoia"), ("free", "specinfer")):
-                middle.plot([row["nodes"] for row in sizes], [row[f"x plain, depth {name}"] for row in sizes], "o-",
-                            color=colour(shade), label=f"depth {name}")
-            middle.set_xscale("log", base=2)
-            middle.set(xlabel="tree size (nodes)", ylabel="speedup over plain", title=named(temperatures[-1]))
-            middle.legend()
-            for model, name in (("target", "sequoia"), ("draft", "specinfer")):
-                mine = [row for row in times if row["model"] == model]
-                right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name),
-                           label=model)
-            right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
-            right.legend()
+        draw_planner(rows, sizes, times, temperatures)
     return {"device": describe(pair), "around": rows, "sizes": sizes, "starts": starts, "latency": times}
+
+
+def around_the_plan(pair, temperature, chooser, prompts, args):
+    """What a planner that has learnt predicts for its tree and for others near it, and what they achieve on these prompts."""
+    latency, rates, tree = chooser.latency, chooser.acceptance.rates(), chooser.chosen.tree
+    centre = (tree.size, tree.depth) if tree.size > 1 else (8, 4)
+    sizes = np.geomspace(centre[0] / 2, min(4 * centre[0], latency.sizes[-1]), 5).round().astype(int).tolist()
+    largest = {d: sum(len(rates) ** level for level in range(d)) for d in range(2, centre[1] + 2)}
+    shapes = {(n, d) for n in sizes for d in range(centre[1] - 1, centre[1] + 2) if d <= n <= largest.get(d, 0)}
+    around = [sequoia.optimal_tree(rates, *shape) for shape in sorted(shapes | {centre})]
+    around = {(tree.size, tree.depth): tree for tree in around}                      # some need fewer levels than they may
+    contenders = {"plain": ours(pair, temperature, "none")}
+    contenders |= {shape: ours(pair, temperature, tree, args.method) for shape, tree in around.items()}
+    runs = interleave(contenders, prompts, args, named(temperature))
+    return [{"temperature": temperature, "nodes": n, "levels": d, "planned": "<--" if (n, d) == centre else "",
+             "tokens/step predicted": sequoia.expected_tokens(tree, rates),
+             "tokens/step achieved": tokens_per_step(runs[n, d]),
+             "x plain predicted": latency.speedup(tree, rates),
+             "x plain achieved": speedup(runs["plain"], runs[n, d])} for (n, d), tree in around.items()]
+
+
+def draw_planner(rows, sizes, times, temperatures):
+    """Speedups predicted and achieved, speedup by tree size, and t(n)."""
+    with figure("planner", panels=3) as (left, middle, right):
+        for temperature, marker in zip(temperatures, "osv^"):
+            mine = [row for row in rows if row["temperature"] == temperature]
+            promised, achieved = ([row[f"x plain {kind}"] for row in mine] for kind in ("predicted", "achieved"))
+            left.plot(promised, achieved, marker, markersize=8, color=colour("sequoia"), alpha=0.7, label=named(temperature))
+        left.axline((1, 1), slope=1, color=COLOURS["best"], linestyle="--", linewidth=1)
+        left.set(xlabel="predicted speedup over plain", ylabel="achieved")
+        left.legend()
+        for name, shade in (("planned", "sequoia"), ("free", "specinfer")):
+            middle.plot([row["nodes"] for row in sizes], [row[f"x plain, depth {name}"] for row in sizes], "o-",
+                        color=colour(shade), label=f"depth {name}")
+        middle.set_xscale("log", base=2)
+        middle.set(xlabel="tree size (nodes)", ylabel="speedup over plain", title=named(temperatures[-1]))
+        middle.legend()
+        for model, name in (("target", "sequoia"), ("draft", "specinfer")):
+            mine = [row for row in times if row["model"] == model]
+            right.plot([row["tokens"] for row in mine], [row["ms"] for row in mine], "o-", color=colour(name), label=model)
+        right.set(xlabel="tokens in a pass", ylabel="ms", ylim=(0, None))
+        right.legend()
 
 
 def speed_by_size(pair, latency, rates, temperature, prompts, args) -> list[dict]:
@@ -1060,7 +1069,7 @@ def hard_start(pair, temperature, prompts, args) -> dict:
 
 def offload(args):
     """Seconds per step and per token of a target that streams, from host memory to a GPU or from disk to a CPU."""
-    started, dtype, rows = peak_memory(args.device), getattr(torch, args.dtype), []
+    started, dtype = peak_memory(args.device), getattr(torch, args.dtype)
     torch.manual_seed(args.seed)
     with tempfile.TemporaryDirectory() as folder, \
             mock.patch.object(sequoia, "read_from", read_cold) if args.cold else contextlib.nullcontext():
@@ -1076,23 +1085,8 @@ def offload(args):
               f"stream in every pass, through {args.buffers} buffers; copying alone does {bandwidth / 1e9:.2f} GB/s"
               f"{', the cache of files not used' * args.cold}.", flush=True)
         prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(min(2, args.count))]
-        for temperature in args.temperatures or [0.6]:
-            for tree in progress(["none", "auto", "sequences:5x8", "sequences:16x48"], named(temperature)):
-                method = "specinfer" if tree.startswith("sequences") else "sequoia"
-                run, tokens = ours(pair, temperature, tree, method), max(24, args.new_tokens)
-                tokens = max(8, tokens // 4) if tree in ("none", "sequences:16x48") else tokens      # their tokens are slow
-                if tree == "auto":
-                    run(prompts[0], 8)                                             # plans, which counts for no prompt
-                torch.manual_seed(args.seed)
-                runs = [run(prompt, tokens) for prompt in prompts]
-                step, yielded, planned = median(runs, "ms_per_step") / 1e3, tokens_per_step(runs), runs[-1].tree
-                rows.append({"tree": tree.removeprefix("sequences:"), "temperature": temperature,
-                             "nodes": planned.size, "levels": planned.depth, "tokens/step": yielded, "s/step": step,
-                             "s/token": step / yielded, "GB streamed": streamed / 1e9,
-                             "share of bandwidth": streamed / step / bandwidth, "peak GB": peak_memory(args.device) / 1e9})
-                plain = next(row for row in rows if row["temperature"] == temperature)
-                rows[-1]["x no tree"] = plain["s/token"] / rows[-1]["s/token"]
-                rows[-1]["conversion"] = rows[-1]["x no tree"] / yielded
+        rows = [row for temperature in args.temperatures or [0.6]
+                for row in streaming_steps(pair, temperature, prompts, streamed, bandwidth, args)]
         memory = {"before": started, "peak": 1e9 * rows[1]["peak GB"], "target": size}
         peer = accelerate_seconds(folder, dtype, prompts[0], args)
     table(f"Steps of a target that streams; conversion: times no tree / tokens per step; peak GB: up to here; "
@@ -1100,13 +1094,34 @@ def offload(args):
     print(f"\nPeak memory, with no tree and the planned one, {memory['peak'] / 1e9:.2f} GB: {memory['peak'] / size:.2f} of the "
           f"target's size. Of it {started / 1e9:.2f} GB before there was a model, {before / 1e9:.2f} with writing the target.")
     if peer:
-        print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / plain['s/token']:.2f} times no tree's.")
+        print(f"accelerate's cpu_offload: {peer:.3f} s a token, {peer / rows[0]['s/token']:.2f} times no tree's.")
     if args.figures:
         for axis, mine in draw_by_temperature("offload", rows):
             draw_bars(axis, [f"{row['tree']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}" for row in mine],
                       [row["s/token"] for row in mine],
                       ["specinfer" if "x" in row["tree"] else "sequoia" for row in mine], "%.3f", "seconds a token")
     return {"device": describe(pair), "bandwidth": bandwidth, "measured": rows, "memory": memory, "accelerate": peer}
+
+
+def streaming_steps(pair, temperature, prompts, streamed, bandwidth, args):
+    """A row for no tree, the planned one, and sequences, at one temperature; streamed: bytes a step, bandwidth: a second."""
+    rows = []
+    for tree in progress(["none", "auto", "sequences:5x8", "sequences:16x48"], named(temperature)):
+        method = "specinfer" if tree.startswith("sequences") else "sequoia"
+        run, tokens = ours(pair, temperature, tree, method), max(24, args.new_tokens)
+        tokens = max(8, tokens // 4) if tree in ("none", "sequences:16x48") else tokens              # their tokens are slow
+        if tree == "auto":
+            run(prompts[0], 8)                                                     # plans, which counts for no prompt
+        torch.manual_seed(args.seed)
+        runs = [run(prompt, tokens) for prompt in prompts]
+        step, yielded, planned = median(runs, "ms_per_step") / 1e3, tokens_per_step(runs), runs[-1].tree
+        rows.append({"tree": tree.removeprefix("sequences:"), "temperature": temperature, "nodes": planned.size,
+                     "levels": planned.depth, "tokens/step": yielded, "s/step": step, "s/token": step / yielded,
+                     "GB streamed": streamed / 1e9, "share of bandwidth": streamed / step / bandwidth,
+                     "peak GB": peak_memory(args.device) / 1e9})
+        rows[-1]["x no tree"] = rows[0]["s/token"] / rows[-1]["s/token"]
+        rows[-1]["conversion"] = rows[-1]["x no tree"] / yielded
+    return rows
 
 
 class StreamingPair(SyntheticPair):

@@ -1433,9 +1433,9 @@ class Latency(NamedTuple):
 
 
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
-    """Times both halves of this decoder's steps, with trees of 1, 8 and 32 nodes; then, until `budget` seconds are used
-    up, with larger ones while the target takes less than twice a plain step's time, and with those between. Medians;
-    and since noise only adds to a time, none is longer than that of a larger tree."""
+    """Times both halves of this decoder's steps, with trees of 1 and 8 nodes; then, until `budget` seconds are used up, with
+    larger ones while the target takes less than twice a plain step's time, and with those between. Medians; and since
+    noise only adds to a time, none is longer than that of a larger tree."""
     start, target, draft = decoder.clock(), {}, {}
 
     def measure(size):
@@ -1458,14 +1458,14 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
             draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
 
     def in_time():
-        return decoder.clock() - start < max(budget, 20 * target[1])                 # a slow target is worth more patience
+        return decoder.clock() - start < max(budget, 30 * target[1])                 # a slow target is worth more patience
 
-    for size in (1, 8, 32):
+    for size in (1, 8):
         measure(size)
     while (largest := max(target)) < 1024 and target[largest] < 2 * target[1] and in_time():
         measure(2 * largest)
-    for size in (4, 16, 6, 12, 2):
-        if in_time():
+    for size in (4, 6, 12, 2):
+        if size < largest and in_time():
             measure(size)
     rising = [np.minimum.accumulate([times[x] for x in sorted(times)[::-1]])[::-1].tolist() for times in (target, draft)]
     return Latency(sorted(target), rising[0], sorted(draft), rising[1])
