@@ -1434,8 +1434,9 @@ class Latency(NamedTuple):
 
 def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     """Times both halves of this decoder's steps, with trees of 1 and 8 nodes; then, until `budget` seconds are used up, with
-    larger ones while the target takes less than twice a plain step's time, and with those between. Medians; and since
-    noise only adds to a time, none is longer than that of a larger tree."""
+    larger ones while the target takes less than one and a half times as long as for one node (beyond that, tokens grow more
+    slowly than time), and with those between. Medians; and since noise only adds to a time, none is longer than that of a
+    larger tree."""
     start, target, draft = decoder.clock(), {}, {}
 
     def measure(size):
@@ -1462,7 +1463,7 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
 
     for size in (1, 8):
         measure(size)
-    while (largest := max(target)) < 1024 and target[largest] < 2 * target[1] and in_time():
+    while (largest := max(target)) < 1024 and target[largest] < 1.5 * target[1] and in_time():
         measure(2 * largest)
     for size in (4, 6, 12, 2):
         if size < largest and in_time():
