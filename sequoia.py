@@ -333,7 +333,8 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k independent tokens, (..., V) -> (..., k): where uniform numbers fall among the cumulated probabilities."""
+    """k independent tokens, (..., V) -> (..., k): where uniform numbers fall among the cumulated probabilities. Subtle:
+    torch.multinomial would ask the host whether these are probabilities, which a CUDA graph cannot hold."""
     cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.rand((*probs.shape[:-1], k), generator=generator, dtype=torch.float64, device=probs.device)
     return torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True).clamp_(max=probs.shape[-1] - 1)
@@ -382,7 +383,7 @@ def _without(draft: Tensor, rejected: Tensor) -> Tensor:
     """The draft (rows, V) without its rejected tokens (rows, i), of which all but the last have left it before, renormalised;
     uniform over the tokens not yet rejected once its mass is used up."""
     left = draft.scatter(1, rejected[:, -1:], 0)
-    if left.is_cpu and left.any(dim=1).all():                       # the host may look, and save itself the rest
+    if left.is_cpu and left.any(dim=1).all():                            # the host may look, and save itself the rest
         return left / left.sum(dim=1, keepdim=True)
     untried = torch.ones_like(draft).scatter_(1, rejected, 0)
     return _normalise(left, otherwise=_normalise(untried, otherwise=draft))
