@@ -2042,7 +2042,7 @@ def summary(args, printer, planner, tokenizer, target) -> dict:
         tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
         acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
         method=planner.method or args.method.replace("auto", "sequoia"), temperature=args.temperature, seed=args.seed,
-        device=args.device, dtype=str(target.dtype)[6:])
+        device=args.device, dtype=str(target.dtype)[6:], plan=planner.chosen and str(planner.chosen))
 
 
 def print_summary(result, planner):
@@ -2051,9 +2051,9 @@ def print_summary(result, planner):
           f"{result['tokens_per_second']:.1f} tokens a second")
     print(f"tree: {tree['size']} nodes on {tree['depth']} levels; method: {result['method']}, temperature "
           f"{result['temperature']:g}, seed {result['seed']}, {result['dtype']} on {result['device']}")
-    if planner.chosen:
+    if result["plan"]:
         measured = f", measured in {planner.seconds:.1f} s and kept" if planner.seconds else ""
-        print(f"plan: {planner.chosen}{measured}")
+        print(f"plan: {result['plan']}{measured}")
         slower = result["seconds"] / max(1, result["steps"]) / planner.latency.step(tree["size"], tree["depth"])
         if not 0.5 < slower < 2:
             print(f"a step took {slower:.1f} times as long as when the plan was made; --replan measures again")
