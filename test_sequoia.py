@@ -1190,7 +1190,8 @@ def on_meta(value):
     return list(map(on_meta, value)) if isinstance(value, list) else value.to("meta") if torch.is_tensor(value) else value
 
 
-STEPS = [("llama", name) for name in METHODS] + [(name, "sequoia") for name in ("qwen2 with a window", "phi3", "gemma3", "opt")]
+STEPS = [("llama", method) for method in METHODS] + [(name, "sequoia") for name in ARCHITECTURES
+                                                     if name not in ("llama", "mixtral", "gpt-oss")]  # no float32 experts on meta
 
 
 class NothingOnTheCPU(TorchDispatchMode):
@@ -1210,7 +1211,9 @@ def test_a_static_step_never_asks_the_host(name, method, greedy, monkeypatch):
     pair, prompt, layout = make_pair(ARCHITECTURES[name]()), prompt_of(10), sequoia.TreeLayout
     processors = [] if greedy else target_processors(pair[0], temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
     decoder = decoder_for(*pair, prompt, method=method, processors=processors, greedy=greedy, generator=None)
-    decoder.target, decoder.draft = (sequoia.CachedModel(model.to("meta"), on_meta(prompt[0])) for model in pair)
+    for model in (decoder.target, decoder.draft):
+        model.model.to("meta")
+        model.buffers = on_meta(model.buffers)
     decoder.base, decoder.tokens, decoder.well, decoder.static = *map(on_meta, (decoder.base, decoder.tokens, decoder.well)), True
 
     def layout_on_meta(tree, device):                                    # a layout is made with the values at hand
