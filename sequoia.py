@@ -636,10 +636,10 @@ class Frame:
         seen = nn.functional.pad(torch.where(stem.mask, 0.0, -torch.inf), (0, 1), value=-torch.inf)
         self.bias = nn.functional.pad(seen, (1, 0)).to(device)          # (size, before the stem | each node | beyond)
 
-    def place(self, base: Tensor, all_slots: Tensor, limit: int) -> "Place":
-        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes at the text's
-        limit or beyond, which will not be put out, stand at its last position: a later one may have no embedding."""
-        slots, positions = base + self.slots, (base + self.depths).clamp(max=limit - 1)
+    def place(self, base: Tensor, all_slots: Tensor, last: Tensor) -> "Place":
+        """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes beyond the
+        text's `last` position, which will not be put out, stand there: a later one may have no embedding."""
+        slots, positions = base + self.slots, torch.minimum(base + self.depths, last)
         bias = self.bias.index_select(1, (all_slots - base).clamp(-1, self.size) + 1)
         return Place(slots, positions, all_slots, bias)
 
@@ -676,34 +676,42 @@ class TreeLayer(StaticLayer):
 
 
 class CachedModel:
-    """A transformers model and its KV cache, fed with a prompt once and then with nodes of trees."""
+    """A transformers model and its KV cache, fed with a prompt and then with nodes of trees; then with another prompt."""
 
-    def __init__(self, model, prompt: Tensor, keep: int = 1):
-        """Feeds the prompt, (length,), the ordinary way. `logits` are those of its last `keep` positions, (keep, V)."""
+    def __init__(self, model):
         check_model(model)
         self.model, self.dtype, self.windows = model, model.dtype, attention_windows(model.config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.layers, self.buffers, self.capacity = [], [], 0
+        self.slots, self.visible = None, None                                           # the current pass's
+
+    @torch.no_grad()
+    def feed(self, prompt: Tensor, keep: int = 1):
+        """Feeds a prompt, (length,), the ordinary way. `logits` are those of its last `keep` positions, (keep, V)."""
         known = prompt.clamp(max=self.vocabulary - 1)                                   # a padded vocabulary may be shorter
-        prefill, limit = DynamicCache(), {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
-        self.logits = model(input_ids=known[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
-        self.layers = [TreeLayer(self) for _ in prefill.layers]
-        self.cache, self.slots, self.visible = Cache(layers=self.layers), None, None    # slots, visible: the current pass's
+        prefill, limit = DynamicCache(), {"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}
+        self.logits = self.model(input_ids=known[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
         entries = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]       # (1, heads, length, dim)
-        groups = {}                                     # entries of one shape share a buffer, to be moved by one operation
-        for i, entry in enumerate(entries):
-            groups.setdefault(entry.shape, []).append(i)
-        self.groups, self.capacity = list(groups.values()), len(prompt)
-        self.buffers = [torch.cat([entries[i] for i in group]) for group in self.groups]
+        if not self.layers:
+            self.layers = [TreeLayer(self) for _ in prefill.layers]
+            self.cache, groups = Cache(layers=self.layers), {}
+            for i, entry in enumerate(entries):             # entries of one shape share a buffer, to be moved by one operation
+                groups.setdefault(entry.shape, []).append(i)
+            self.groups = list(groups.values())
+            self.buffers = [torch.cat([entries[i][:, :, :0] for i in group]) for group in self.groups]
+        self.reserve(len(prompt))
+        for buffer, group in zip(self.buffers, self.groups):
+            torch.cat([entries[i] for i in group], out=buffer[:, :, : len(prompt)])
 
     def reserve(self, capacity: int):
         """Makes room for so many slots, at least; what is there stays."""
-        self.capacity = max(capacity, self.capacity)
-        for i, old in enumerate(self.buffers):
-            if old.shape[2] < self.capacity:
-                self.buffers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])     # (entries, heads, slots, dim)
+        if capacity > self.capacity:
+            self.capacity = capacity
+            for i, old in enumerate(self.buffers):
+                self.buffers[i] = old.new_zeros(*old.shape[:2], capacity, old.shape[3])          # (entries, heads, slots, dim)
                 self.buffers[i][:, :, : old.shape[2]] = old
-        views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
-        self.entries = tuple(views[i] for i in range(len(views)))
+            views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
+            self.entries = tuple(views[i] for i in range(len(views)))
 
     def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
         """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
@@ -776,51 +784,67 @@ class Step(NamedTuple):
 
 
 class Decoder:
-    """Decodes one text: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
+    """Decodes texts: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
 
-    def __init__(self, target, draft, prompt, history, max_length, method, processors, greedy, generator,
-                 row_of_batch=(0, 1), keep=1, cuda_graph=True, observe=None):
-        """prompt: (length,) ids as the models see them; history: (1, any length) ids as the processors see them, padding
-        included; row_of_batch: which row of how many; max_length: of the history; keep: positions of the prompt whose
-        logits are kept, to learn from."""
-        self.target, self.draft = CachedModel(target, prompt, keep), draft and CachedModel(draft, prompt, keep)
+    def __init__(self, target, draft, device, method="sequoia", processors=(), greedy=False, generator=None, cuda_graph=True,
+                 observe=None):
+        self.target, self.draft = CachedModel(target), draft and CachedModel(draft)
         self.asked = "greedy" if greedy else method                      # "auto": the planner says which is faster
-        self.method = GREEDY if greedy else find_method("sequoia" if method == "auto" else method)
-        self.processors, self.greedy, self.generator, self.history = processors, greedy, generator, history
+        self.processors, self.greedy, self.generator, self.observe = processors, greedy, generator, observe
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
-        self.row_of_batch, self.vocabulary = row_of_batch, self.target.logits.shape[-1]
-        self.limit = max_length - history.shape[1] + len(prompt)
-        self.base, self.length = torch.tensor([len(prompt) - 1], device=prompt.device), len(prompt) - 1  # the stem's slot
-        self.static, self.cuda_graph, self.observe = False, cuda_graph, observe
+        self.sharded = (getattr(target, "tp_size", None) or 1) > 1       # among the ranks of torchrun, see `join_ranks`
+        self.whole = not self.sharded and not hasattr(target, "stream")  # whether a CUDA graph can hold a whole step
+        self.cuda_graph, self.planted = cuda_graph, None
+        zeros = functools.partial(torch.zeros, dtype=torch.long, device=device)
+        self.base, self.last, self.tokens = zeros(1), zeros(1), zeros(2)     # the stem's slot, the text's last, (frame.size,)
         self.healthy = self.well = torch.ones_like(self.base)            # (1,) whether this step has gone well so far
-        self.sharded = (getattr(target, "tp_size", None) or 1) > 1      # among the ranks of torchrun, see `join_ranks`
-        self.whole = not self.sharded and not hasattr(target, "stream") # whether a CUDA graph can hold a whole step
-        first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), generator))
-        self.tokens, self.first = torch.cat([prompt[-1:], first]), int(first)
-        self.static = not (prompt.is_cpu or self.needs_history or observe)       # else the host walks from node to node
+
+    def settings(self) -> list:
+        """All that a decoder is made from: one with the same can go on in its place."""
+        models = [(one.model, one.dtype) for one in filter(None, (self.target, self.draft))]
+        return [models, self.base.device, self.asked, numbers_of(self.processors), self.generator, self.cuda_graph,
+                self.observe, self.whole]
+
+    def begin(self, prompt, history, max_length, row_of_batch=(0, 1), keep=1):
+        """Feeds the prompt and draws the first token. prompt: (length,) ids as the models see them; history: (1, any length)
+        ids as the processors see them, padding included; max_length: of the history; row_of_batch: which row of how many;
+        keep: positions of the prompt whose logits are kept, to learn from."""
+        for model in filter(None, (self.target, self.draft)):
+            model.feed(prompt, keep)
+        self.method = GREEDY if self.greedy else find_method("sequoia" if self.asked == "auto" else self.asked)
+        self.vocabulary, self.history, self.row_of_batch = self.target.logits.shape[-1], history, row_of_batch
+        self.length, self.limit = len(prompt) - 1, max_length - history.shape[1] + len(prompt)
+        self.base.fill_(self.length)
+        self.last.fill_(self.limit - 1)
+        self.static = False                                              # here the host walks from node to node
+        first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), self.generator))
+        self.tokens[:2], self.first = torch.cat([prompt[-1:], first]), int(first)
+        self.static = not (prompt.is_cpu or self.needs_history or self.observe)
 
     def plant(self, tree: Tree):
-        """Takes this tree for the steps to come."""
+        """Takes this tree for the steps to come. What was prepared for it in a text of like length stays as it is."""
         if (branch := max(map(len, tree.children))) > self.vocabulary:
             raise ValueError(f"the tree has a node with {branch} children, but there are only {self.vocabulary} tokens")
         if tree.size > 1 and self.draft is None:
             raise ValueError(f"a tree of {tree.size} nodes needs a draft model; pass draft=..., or tree='none'")
-        capacity = self.limit + tree.size + 1
+        room = self.limit + tree.size + 1
+        room = -(-room // 256) * 256 if self.static else room            # one for all texts of about this length
+        if self.planted == (planted := (tree, self.method, room)):
+            return
+        self.all_slots = torch.arange(room, device=self.base.device)
         for model in filter(None, (self.target, self.draft)):
-            model.reserve(capacity)
-        self.all_slots = torch.arange(capacity, device=self.base.device)
-        stem_and_root = self.tokens[:2]
+            model.reserve(room)
         self.layout, self.frame, self.prepared = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
-        self.tokens = torch.cat([stem_and_root, stem_and_root.new_zeros(tree.size - 1)])                 # (frame.size,)
+        self.tokens = torch.cat([self.tokens[:2], self.tokens.new_zeros(tree.size - 1)])
         fed = [level.nodes + 1 for level in self.layout.levels]          # in the frame's numbers
         fed[:1] = [nn.functional.pad(root, (1, 0)) for root in fed[:1]]  # with the root the draft is fed the stem
-        self.fed, self.judged = list(map(enough, fed)), enough(self.frame.slots[1:])
+        self.fed, self.judged, self.planted = list(map(enough, fed)), enough(self.frame.slots[1:]), planted
 
     def place(self) -> Place:
         """Where the tree stands now; on the host only among the slots in use."""
         used = slice(None if self.static else self.length + self.frame.size)
-        return self.frame.place(self.base, self.all_slots[used], self.limit)
+        return self.frame.place(self.base, self.all_slots[used], self.last)
 
     def scores(self, model, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
@@ -1001,6 +1025,12 @@ class Decoder:
                 self.plant(better)
 
 
+def numbers_of(processors) -> list:
+    """What kind of processors these are, and the numbers that they were given."""
+    return [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
+            for processor in processors]
+
+
 CUTTING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
 
@@ -1091,13 +1121,14 @@ def record(model):
 
     A trace holds the operators of one run. To be sure that they are those of every run, and do not depend on the tokens (as
     those of a mixture of experts do), it is compared with the plain pass on other tokens and other shapes, bit for bit."""
-    scratch = CachedModel(model, torch.arange(4))
+    scratch = CachedModel(model)
+    scratch.feed(torch.arange(4))
     scratch.reserve(32)
     frame, weights = Frame(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
 
     def example(nodes, base):
         tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(base))
-        place = frame.place(torch.tensor([base]), torch.arange(base + frame.size), 32)
+        place = frame.place(torch.tensor([base]), torch.arange(base + frame.size), torch.tensor([31]))
         return tokens, torch.arange(1, 1 + nodes), place, scratch.entries
 
     def run(*inputs):                                                    # the last input, the weights: a trace holds no
@@ -1527,12 +1558,20 @@ class Planner:
     The times are kept in `file`, by default one for each pair, machine and way of sampling in the user's cache folder: they
     are measured once, and the same seed gives the same trees and so the same text. With them the `method` is kept that was
     found faster, where there was a choice. What is counted stays with this object unless `save` is called. `replan`: measure
-    again. `adapt`: choose again, as the text grows, where another tree promises 3% more."""
+    again. `adapt`: choose again, as the text grows, where another tree promises 3% more. From one call to the next it also
+    keeps the decoder: on a GPU a step is recorded once for many texts. Meanwhile the models must not be changed."""
 
     def __init__(self, file=None, adapt: bool = True, replan: bool = False):
         self.file, self.adapt, self.replan = file and Path(file), adapt, replan
         self.acceptance, self.latency, self.method, self.chosen = Acceptance(), None, None, None
         self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
+        self.decoder = None
+
+    def keep(self, decoder: Decoder) -> Decoder:
+        """The decoder of an earlier call, with its caches and recorded step, if it was made from the same; else this one."""
+        if self.decoder is None or self.decoder.needs_history or self.decoder.settings() != decoder.settings():
+            self.decoder = decoder
+        return self.decoder
 
     def tree(self, decoder: Decoder, spec) -> Tree:
         """The tree for a text whose prompt this decoder has read: the one given, the best of all ("auto"), or the best of a
@@ -1619,9 +1658,7 @@ def made_for(decoder: Decoder) -> dict:
     device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
     models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype), hasattr(one.model, "stream")]
               for one in (decoder.target, decoder.draft)]
-    sampling = [[type(processor).__name__, *(value for value in vars(processor).values() if isinstance(value, (int, float)))]
-                for processor in decoder.processors]
-    return dict(models=models, device=device, method=decoder.asked, sampling=sampling,
+    return dict(models=models, device=device, method=decoder.asked, sampling=numbers_of(decoder.processors),
                 versions=[torch.__version__, transformers.__version__])
 
 
@@ -1679,14 +1716,15 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     if limit and input_ids.shape[1] > limit:
         raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context only {limit}; shorten it")
     tree, planner = parse_tree(tree), planner or Planner()
+    decoder = planner.keep(Decoder(model, draft, input_ids.device, method, logits_processor, not config.do_sample, generator,
+                                   cuda_graph, observe))
     mask = model_kwargs.get("attention_mask")
     if streamer is not None:
         streamer.put(input_ids.cpu())
     rows, ended = [], stop_check(stopping_criteria, input_ids.device)
     for i, row in enumerate(input_ids):
-        decoder = Decoder(model, draft, row if mask is None else row[mask[i].bool()], row[None], config.max_length,
-                          method, logits_processor, not config.do_sample, generator, (i, len(input_ids)), 64, cuda_graph,
-                          observe)
+        prompt = row if mask is None else row[mask[i].bool()]
+        decoder.begin(prompt, row[None], config.max_length, (i, len(input_ids)), keep=64)
         text = row.tolist()
         for token in decoder.tokens_with(tree, planner, on_step):
             text.append(token)

@@ -1027,9 +1027,10 @@ def prompt_of(length, vocabulary=64, seed=0):
 
 
 def decoder_for(target, draft, prompt, **kwargs):
-    settings = dict(max_length=100, method="sequoia", processors=transformers.LogitsProcessorList(), greedy=False,
-                    generator=torch.Generator().manual_seed(0))
-    return sequoia.Decoder(target, draft, prompt[0], prompt, **{**settings, **kwargs})
+    settings = dict(processors=transformers.LogitsProcessorList(), generator=torch.Generator().manual_seed(0))
+    decoder = sequoia.Decoder(target, draft, prompt.device, **{**settings, **kwargs})
+    decoder.begin(prompt[0], prompt, max_length=100)
+    return decoder
 
 
 def target_processors(model, **sampling):
@@ -1079,7 +1080,8 @@ def test_cache_after_steps_equals_fresh_prefill(llama):
         text += decoder.step().tokens
     assert len(text) > 30 and decoder.length == int(decoder.base) == len(text) - 2
     for model, known in ((decoder.target, len(text) - 1), (decoder.draft, len(text) - 2)):
-        fresh = sequoia.CachedModel(model.model, torch.tensor(text))
+        fresh = sequoia.CachedModel(model.model)
+        fresh.feed(torch.tensor(text))
         fresh.reserve(64)
         for ours, theirs in zip(model.entries, fresh.entries):
             torch.testing.assert_close(ours[:, :, :known], theirs[:, :, :known], atol=1e-4, rtol=1e-4)
@@ -1214,7 +1216,8 @@ def test_a_static_step_never_asks_the_host(name, method, greedy, monkeypatch):
     for model in (decoder.target, decoder.draft):
         model.model.to("meta")
         model.buffers = on_meta(model.buffers)
-    decoder.base, decoder.tokens, decoder.well, decoder.static = *map(on_meta, (decoder.base, decoder.tokens, decoder.well)), True
+    decoder.static = True
+    vars(decoder).update({name: on_meta(getattr(decoder, name)) for name in ("base", "last", "tokens", "well")})
 
     def layout_on_meta(tree, device):                                    # a layout is made with the values at hand
         made = layout(tree, "cpu")
@@ -1257,6 +1260,44 @@ def test_the_same_seed_gives_the_same_text(llama, tree):
         return sequoia.generate(*llama, prompt_of(8), max_new_tokens=100, do_sample=True, tree=tree,
                                 generator=torch.Generator().manual_seed(seed)).tolist()
     assert text(1) == text(1) != text(2)
+
+
+@torch.no_grad()
+def test_one_decoder_takes_text_after_text_and_records_once(llama, monkeypatch):
+    """Shorter, longer, and so long that the cache must grow; broken off in mid-step too. What an earlier text left in the
+    cache never shows."""
+    prepared, tree = [], Tree([-1, 0, 0, 1, 1, 2, 3])
+    prepare = sequoia.Decoder.prepare
+    monkeypatch.setattr(sequoia.Decoder, "prepare", lambda self: prepared.append(1) or prepare(self))
+    decoder = decoder_for(*llama, prompt_of(5), greedy=True)
+    for length, max_length, recorded in ((20, 60, 1), (9, 40, 1), (31, 90, 1), (20, 250, 2), (9, 40, 3)):
+        prompt = prompt_of(length, seed=length)
+        decoder.begin(prompt[0], prompt, max_length)
+        decoder.static, text = True, [decoder.first]                     # as on a GPU
+        decoder.plant(tree)
+        while len(text) < 20:
+            text += decoder.step().tokens
+        decoder.grow()
+        assert text[:20] == llama[0].generate(prompt, max_new_tokens=20, do_sample=False)[0, length:].tolist()
+        assert len(prepared) == recorded
+
+
+def test_a_planner_keeps_the_decoder_for_the_same_way_of_sampling(llama):
+    """And only for that: every text is the one that a planner of its own gives."""
+    kept, planner = [], sequoia.Planner()
+    def text(planner, prompt, **arguments):
+        torch.manual_seed(0)
+        return sequoia.generate(*llama, prompt, max_new_tokens=20, tree=arguments.pop("tree", "sequences:2x3"), planner=planner,
+                                **{"do_sample": True, **arguments}).tolist()
+    changes = [{}, {}, dict(tree="kary:2x3"), dict(temperature=0.5), dict(temperature=0.5, top_p=0.8), dict(do_sample=False),
+               dict(repetition_penalty=1.5), dict(repetition_penalty=1.5), dict(bad_words_ids=[[3]]), dict(bad_words_ids=[[4]]),
+               dict(method="traversal"), dict(method="naive"), dict(generator=torch.Generator().manual_seed(1)), {}]
+    for i, change in enumerate(changes):
+        prompt = prompt_of(6 + 3 * i % 8)
+        seed_again = {"generator": torch.Generator().manual_seed(1)} if "generator" in change else {}
+        assert text(planner, prompt, **change) == text(sequoia.Planner(), prompt, **{**change, **seed_again})
+        kept.append(planner.decoder)
+    assert kept[0] is kept[1] is kept[2] and len(set(map(id, kept))) == len(changes) - 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
