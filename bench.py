@@ -155,19 +155,20 @@ def synchronise():
 
 class Pair:
     """A target and a draft as transformers loads them, for its own methods, and `fast`: the same two made ready for
-    sequoia.py, on a CPU copies with packed weights."""
+    sequoia.py, on a CPU copies with packed weights, on a GPU compiled if that is asked for."""
 
-    def __init__(self, target, draft):
-        self.target, self.draft = target.eval(), draft.eval()
+    def __init__(self, target, draft, compiled=False):
+        self.target, self.draft, self.compiled = target.eval(), draft.eval(), compiled
         for model in (target, draft):                        # all contenders decode to the same length, past any EOS
             model.config.eos_token_id = model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
 
     @functools.cached_property
     def fast(self):
-        if self.target.device.type != "cpu":
-            return self.target, self.draft
-        return sequoia.pack(copy.deepcopy(self.target)), sequoia.pack(copy.deepcopy(self.draft))
+        pair = self.target, self.draft
+        if self.target.device.type == "cpu":
+            return tuple(sequoia.pack(copy.deepcopy(model)) for model in pair)
+        return tuple(map(sequoia.pack, pair)) if self.compiled else pair             # transformers' own passes stay as they are
 
 
 def pair_of(args) -> Pair:
@@ -175,7 +176,7 @@ def pair_of(args) -> Pair:
     if not hasattr(args, "pair"):
         args.tokenizer = sequoia.load_tokenizer(args)
         load = functools.partial(sequoia.load, args=args, say=lambda text: None, packed=False)
-        args.pair = Pair(load(args.target), load(args.draft))
+        args.pair = Pair(load(args.target), load(args.draft), args.compile)
     return args.pair
 
 
@@ -776,8 +777,8 @@ SHARPNESS = 6.0      # the standard deviation of the logits: distributions about
 class SyntheticPair(Pair):
     """Two random Llama models with a common core."""
 
-    def __init__(self, target, draft):
-        super().__init__(target, draft)
+    def __init__(self, target, draft, compiled=False):
+        super().__init__(target, draft, compiled)
         self.core, head = torch.randn(2, draft.config.vocab_size, draft.config.hidden_size, device=draft.device)
         for model in (self.target, self.draft):
             model.get_input_embeddings().weight.data.zero_()
@@ -843,7 +844,8 @@ def synthetic_speed(args):
     """Where a step's time goes at full scale, and how near it is to the memory's speed."""
     target, draft, by_temperature = SYNTHETIC[args.synthetic]
     torch.manual_seed(args.seed)
-    pair = SyntheticPair(*(random_llama(SHAPES[name], args.device, getattr(torch, args.dtype)) for name in (target, draft)))
+    models = (random_llama(SHAPES[name], args.device, getattr(torch, args.dtype)) for name in (target, draft))
+    pair = SyntheticPair(*models, args.compile)
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
     weights, rows, splits = bytes_read(pair.target), [], []
     read = reader(weights, args.device)
@@ -1217,6 +1219,7 @@ def arguments():
     add("--seed", type=int, default=0, help="(0)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda where there is one, else cpu)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, or float32)")
+    add("--compile", action="store_true", help="on a GPU, compile this file's passes")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; for verification 0.2 0.6 1)")
     add("--count", type=int, metavar="N", help="prompts (10; 3 with --quick)")
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; 64 with --quick)")

@@ -655,10 +655,10 @@ class Place(NamedTuple):
         """The additive mask of some nodes, (1, 1, nodes, visible), for each of these sliding windows, None where there is
         none: the bias, and -inf for what stands further back than the window."""
         bias = self.bias[nodes]
-        if any(windows):
-            key_positions = self.all_slots.index_copy(0, self.slots, self.positions)
-            back = self.positions[nodes][:, None] - key_positions                                        # (nodes, visible)
-        masks = [bias.masked_fill(back >= window, -torch.inf) if window else bias for window in windows]
+        def within(window):
+            key_positions = self.all_slots.index_copy(0, self.slots, self.positions)                     # (visible,)
+            return bias.masked_fill(self.positions[nodes][:, None] - key_positions >= window, -torch.inf)
+        masks = [within(window) if window else bias for window in windows]
         return [mask[None, None].to(dtype) for mask in masks]
 
 
@@ -834,7 +834,7 @@ class Decoder:
             return
         self.all_slots = torch.arange(room, device=self.base.device)
         for model in filter(None, (self.target, self.draft)):
-            model.reserve(room)
+            model.reserve(room + 1)                                      # never all seen: as in `trial`, see `compiled`
         self.layout, self.frame, self.prepared = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
         self.tokens = torch.cat([self.tokens[:2], self.tokens.new_zeros(tree.size - 1)])
         fed = [level.nodes + 1 for level in self.layout.levels]          # in the frame's numbers
@@ -1081,13 +1081,19 @@ def _scripted_linear():
 
 
 def pack(model, rows: int = 16):
-    """Prepares a CPU model for decoding, in place, and returns it: packs all linear layers, for passes over about `rows`
-    tokens, and records the forward pass. Each layer's plain weight is dropped as soon as it is packed (a tied embedding keeps
-    its own). Without oneDNN, or for a dtype it cannot take, the model stays as it is. A packed model cannot be trained or
-    saved, and must not be changed."""
+    """Prepares a model for decoding, in place, and returns it. A packed model cannot be trained or saved, and must not be
+    changed.
+
+    On a CPU it packs all linear layers, for passes over about `rows` tokens, and records the forward pass. Each layer's plain
+    weight is dropped as soon as it is packed (a tied embedding keeps its own). Without oneDNN, or for a dtype it cannot take,
+    the model stays as it is. On a GPU it compiles the forward pass, which takes a while."""
     supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and (
         model.dtype == torch.float32 or model.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if supported and model.device.type == "cpu" and not hasattr(model, "stream"):
+    if hasattr(model, "recording") or hasattr(model, "stream"):
+        return model
+    if model.device.type == "cuda":
+        model.recording = compiled(model)
+    elif supported and model.device.type == "cpu":
         model.requires_grad_(False)
         for parent, names in siblings(model):
             layers = [getattr(parent, name) for name in names]
@@ -1114,6 +1120,20 @@ def siblings(model) -> list[tuple]:
     return [(parent, names) for (parent, *_), names in groups.items()]
 
 
+def trial(model) -> tuple["CachedModel", Callable]:
+    """A cache to try passes out with, and a function that makes a pass's inputs, for so many nodes behind so many slots."""
+    scratch, frame = CachedModel(model), Frame(k_ary(2, 4), model.device)
+    scratch.feed(torch.arange(4, device=model.device))
+    scratch.reserve(33)
+
+    def example(nodes, base):
+        tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(base))
+        slots = torch.arange(32, device=model.device)
+        place = frame.place(slots[base : base + 1], slots[: base + frame.size], slots[-1:])
+        return tokens.to(model.device), slots[1 : 1 + nodes], place, scratch.entries
+    return scratch, example
+
+
 @torch.no_grad()
 def record(model):
     """The model's forward pass as a TorchScript trace, which runs the same operators without Python: about half the time of
@@ -1121,15 +1141,7 @@ def record(model):
 
     A trace holds the operators of one run. To be sure that they are those of every run, and do not depend on the tokens (as
     those of a mixture of experts do), it is compared with the plain pass on other tokens and other shapes, bit for bit."""
-    scratch = CachedModel(model)
-    scratch.feed(torch.arange(4))
-    scratch.reserve(32)
-    frame, weights = Frame(k_ary(2, 4), "cpu"), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
-
-    def example(nodes, base):
-        tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(base))
-        place = frame.place(torch.tensor([base]), torch.arange(base + frame.size), torch.tensor([31]))
-        return tokens, torch.arange(1, 1 + nodes), place, scratch.entries
+    (scratch, example), weights = trial(model), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
 
     def run(*inputs):                                                    # the last input, the weights: a trace holds no
         return scratch.run(*inputs[:-1])                                 # opaque ones
@@ -1145,12 +1157,30 @@ def record(model):
         others = example(15, 4), example(7, 5), example(2, 14)
         if all(torch.equal(replay(*inputs), scratch.run(*inputs)) for inputs in others):
             return replay
-    return functools.partial(CachedModel.run, scratch)
+    return scratch.run
 
 
 def _replay(traced, weights, *inputs):
     with torch.jit.optimized_execution(False):                           # else it optimises anew for every new shape
         return traced(*inputs, weights)
+
+
+@torch.inference_mode()
+def compiled(model, backend: str = "inductor"):
+    """The model's forward pass by torch.compile, which makes few operators of the many small ones between its products: each
+    costs a GPU some time, in a graph too. It is compiled twice, for one node and for any number. Returns the plain pass where
+    that cannot be done."""
+    scratch, example = trial(model)
+    run = torch.compile(scratch.run, dynamic=True, backend=backend)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=256), torch.fx.experimental._config.patch(use_duck_shape=False):
+            for nodes in (3, 1):                             # subtle: the limit counts the passes of all models together, and
+                run(*example(nodes, 16))                     # sizes that are equal in this example need not stay so
+    except RuntimeError as error:
+        reason = " ".join(str(error).splitlines()[:2])
+        warnings.warn(f"{type(model).__name__} cannot be compiled and runs as it is: {reason}")
+        return scratch.run
+    return run
 
 
 # The rest of this section is for targets larger than the device. Their decoder layers *stream*: the weights of one are brought
@@ -1825,6 +1855,7 @@ def arguments(argv=None):
     add("--offload-buffers", type=int, default=2, metavar="N", help="layers on the device at a time (2)")
     add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit; on a CPU "
                                                                 "none)")
+    add("--compile", action="store_true", help="on a GPU, compile both models' passes: a longer start, shorter steps")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
     add("--explain", action="store_true", help="slow motion: every child tried, its chances, the random number that decided")
@@ -1885,7 +1916,7 @@ def load(name: str, args, say, packed: bool = True, large: bool = False):
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {name}: {reason} (no network, a gated repository, or a wrong name?)") from error
     check_model(model)
-    return pack(model) if packed and not (large and RANKS > 1) else model
+    return pack(model) if packed and (args.compile or model.device.type == "cpu") and not (large and RANKS > 1) else model
 
 
 def load_tokenizer(args, say=lambda text: None):

@@ -1262,6 +1262,32 @@ def test_the_same_seed_gives_the_same_text(llama, tree):
     assert text(1) == text(1) != text(2)
 
 
+@torch.inference_mode()
+def test_a_compiled_pass_serves_all_trees():
+    """Once made, in one piece, for a single node and for any number: no tree, prompt or length has it compiled again. Here
+    without the generation of code, and the target is its own draft."""
+    graphs, backend, config = [], torch._dynamo.lookup_backend("aot_eager"), ARCHITECTURES["gemma3"]()
+    config.head_dim = 16                                                 # as many as it is tried out with tokens
+    model, prompt, new = make_pair(config)[0], prompt_of(30), dict(max_new_tokens=30, do_sample=False)
+    model.recording = sequoia.compiled(model, lambda *graph: graphs.append(graph) or backend(*graph))
+    compiled, expected = len(graphs), model.generate(prompt, **new)
+    for tree in ("none", "16x5", "sequences:3x4"):
+        assert torch.equal(sequoia.generate(model, model, prompt, tree=tree, **new), expected)
+    decoder = decoder_for(model, model, prompt, greedy=True)
+    decoder.static = True                                                # as on a GPU: a pass sees all there is room for
+    decoder.plant(Tree([-1, 0, 0, 1]))
+    assert decoder.step().tokens == expected[0, 31:34].tolist()
+    assert len(graphs) == compiled >= 2 and not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(llama):
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler")
+    with pytest.warns(UserWarning, match="no compiler"):
+        run = sequoia.compiled(llama[0], backend)
+    assert run.__func__ is sequoia.CachedModel.run
+
+
 @torch.no_grad()
 def test_one_decoder_takes_text_after_text_and_records_once(llama, monkeypatch):
     """Shorter, longer, and so long that the cache must grow; broken off in mid-step too. What an earlier text left in the
@@ -1347,9 +1373,9 @@ def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     """A loop over the experts that were hit makes a trace of one run wrong for the next: it must be found out."""
     config = transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert sequoia.pack(model).recording.func is sequoia.CachedModel.run
+    assert sequoia.pack(model).recording.__func__ is sequoia.CachedModel.run
     llama = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["llama"]()).eval()
-    assert sequoia.pack(llama).recording.func is not sequoia.CachedModel.run
+    assert sequoia.pack(llama).recording.func is sequoia._replay
 
 
 DEEP = dict(GQA, num_hidden_layers=5)
