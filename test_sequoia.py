@@ -1336,6 +1336,22 @@ def test_graph_and_eager_outputs_are_identical(tree):
         assert torch.equal(*texts)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_graph_serves_text_after_text(compiled, monkeypatch):
+    """With a planner that is kept, and with compiled passes: the texts are those of transformers, and only the first records."""
+    graphs, graph = [], torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(graph()) or graphs[-1])
+    models, planner = [model.cuda() for model in make_pair(ARCHITECTURES["llama"]())], sequoia.Planner()
+    if compiled:
+        models = list(map(sequoia.pack, models))
+    for length in (20, 9, 31, 20):
+        prompt, new = prompt_of(length, seed=length).cuda(), dict(max_new_tokens=30, do_sample=False)
+        out = sequoia.generate(*models, prompt, tree="kary:2x4", planner=planner, **new)
+        assert torch.equal(out, models[0].generate(prompt, **new))
+    assert len(graphs) == 1
+
+
 def test_vocabularies_padded_to_different_lengths():
     target, draft = make_pair(ARCHITECTURES["llama"]())
     for size in (60, 80):
