@@ -702,16 +702,16 @@ class CachedModel:
         self.reserve(len(prompt))
         for buffer, group in zip(self.buffers, self.groups):
             torch.cat([entries[i] for i in group], out=buffer[:, :, : len(prompt)])
+            buffer[:, :, len(prompt) :] = 0                  # a NaN of an earlier text would show through any mask
 
     def reserve(self, capacity: int):
         """Makes room for so many slots, at least; what is there stays."""
         if capacity > self.capacity:
-            self.capacity = capacity
             for i, old in enumerate(self.buffers):
                 self.buffers[i] = old.new_zeros(*old.shape[:2], capacity, old.shape[3])          # (entries, heads, slots, dim)
                 self.buffers[i][:, :, : old.shape[2]] = old
             views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
-            self.entries = tuple(views[i] for i in range(len(views)))
+            self.entries, self.capacity = tuple(views[i] for i in range(len(views))), capacity
 
     def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
         """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
@@ -724,9 +724,12 @@ class CachedModel:
         self.slots, self.visible = place.slots[nodes], masks[0].shape[-1]
         for i, layer in enumerate(self.layers):
             layer.keys, layer.values = entries[2 * i], entries[2 * i + 1]
-        return self.model(input_ids=known[None], position_ids=place.positions[nodes][None], use_cache=True,
-                          attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
-                          past_key_values=self.cache).logits[0]
+        logits = self.model(input_ids=known[None], position_ids=place.positions[nodes][None], use_cache=True,
+                            attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
+                            past_key_values=self.cache).logits[0]
+        for layer in self.layers:                                        # they may be another CachedModel's
+            layer.keys = layer.values = None
+        return logits
 
     def move(self, source: Tensor, destination: Tensor):
         """Moves the entries of some slots, (slots,) each, in every layer."""
@@ -795,10 +798,13 @@ class Decoder:
         self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1       # among the ranks of torchrun, see `join_ranks`
         self.whole = not self.sharded and not hasattr(target, "stream")  # whether a CUDA graph can hold a whole step
-        self.cuda_graph, self.planted = cuda_graph, None
+        self.cuda_graph, self.planted, self.room = cuda_graph, None, 0
+        self.capturable = cuda_graph and not hasattr(draft, "stream")    # until it is found that it cannot be
         zeros = functools.partial(torch.zeros, dtype=torch.long, device=device)
-        self.base, self.last, self.tokens = zeros(1), zeros(1), zeros(2)     # the stem's slot, the text's last, (frame.size,)
-        self.healthy = self.well = torch.ones_like(self.base)            # (1,) whether this step has gone well so far
+        self.base, self.last = zeros(1), zeros(1)                        # (1,) the stem's slot, the text's last
+        self.tokens = zeros(2)                                           # of stem and root; once planted, (frame.size,)
+        self.one = torch.ones_like(self.base)                            # never changed
+        self.healthy = self.one                                          # (1,) 1 while all goes well in a step
 
     def settings(self) -> list:
         """All that a decoder is made from: one with the same can go on in its place."""
@@ -829,13 +835,17 @@ class Decoder:
         if tree.size > 1 and self.draft is None:
             raise ValueError(f"a tree of {tree.size} nodes needs a draft model; pass draft=..., or tree='none'")
         room = self.limit + tree.size + 1
-        room = -(-room // 256) * 256 if self.static else room            # one for all texts of about this length
-        if self.planted == (planted := (tree, self.method, room)):
+        if self.static:                                                  # one for all texts of about this length
+            room = -(-room // 256) * 256
+            room = self.room if room < self.room <= 2 * room else room
+        planted = tree, self.method, room
+        if planted == self.planted:                                      # all is prepared, by a text of like length
             return
-        self.all_slots = torch.arange(room, device=self.base.device)
+        self.prepared = self.planted = None
+        self.room, self.all_slots = room, torch.arange(room, device=self.base.device)
         for model in filter(None, (self.target, self.draft)):
-            model.reserve(room + 1)                                      # never all seen: as in `trial`, see `compiled`
-        self.layout, self.frame, self.prepared = TreeLayout(tree, self.base.device), Frame(tree, self.base.device), None
+            model.reserve(room + 1)                                      # compiled passes rely on seeing less than there is
+        self.layout, self.frame = TreeLayout(tree, self.base.device), Frame(tree, self.base.device)
         self.tokens = torch.cat([self.tokens[:2], self.tokens.new_zeros(tree.size - 1)])
         fed = [level.nodes + 1 for level in self.layout.levels]          # in the frame's numbers
         fed[:1] = [nn.functional.pad(root, (1, 0)) for root in fed[:1]]  # with the root the draft is fed the stem
@@ -894,7 +904,7 @@ class Decoder:
     def clock(self) -> float:
         """Seconds, when the device has done what it was given; on all ranks rank 0's."""
         if self.base.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.base.device)
         return self.agree(time.perf_counter())
 
     def step(self) -> Step:
@@ -938,7 +948,7 @@ class Decoder:
     def grow(self) -> tuple[Place, list[Tensor], Tensor]:
         """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's
         distributions, (nodes, V) a level, and whether all went well, (1,)."""
-        levels, place, self.healthy = [], self.place(), self.well
+        levels, place, self.healthy = [], self.place(), self.one
         for depth, level in enumerate(self.layout.levels):
             logits = self.draft(self.tokens, place, self.fed[depth])[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
@@ -977,27 +987,36 @@ class Decoder:
 
     def captured(self, run: Callable) -> Callable:
         """`run` as a CUDA graph, where that can be. It is tried out first, on a side stream, and the state restored."""
-        if not (self.static and self.tokens.is_cuda and self.cuda_graph):
+        if not (self.static and self.tokens.is_cuda and self.capturable):
             return run
-        generator = self.generator or torch.cuda.default_generators[self.tokens.device.index or 0]
-        random, graph, side = generator.get_state(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        device, graph = self.tokens.device, torch.cuda.CUDAGraph()
+        generator, side = self.generator or torch.cuda.default_generators[device.index or 0], torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side):
-                for _ in range(2):
-                    with self.rehearsal():
-                        run()
-            torch.cuda.current_stream().wait_stream(side)
-            generator.set_state(random)
+                self.try_out(run, generator)
+            torch.cuda.current_stream(device).wait_stream(side)
             if self.generator is not None:
                 graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=side):
                 result = run()
         except RuntimeError as error:
-            self.cuda_graph = False
+            self.capturable = False
             warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
             return run
         return lambda: graph.replay() or result
+
+    def try_out(self, run, generator):
+        """Runs it twice, the second time so that waiting for the host is an error: in a capture it could not be mended."""
+        random = generator.get_state()
+        try:
+            for mode in ("default", "error"):
+                torch.cuda.set_sync_debug_mode(mode)
+                with self.rehearsal():
+                    run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            generator.set_state(random)
 
     @contextlib.contextmanager
     def rehearsal(self, seed=None):
@@ -1036,7 +1055,7 @@ HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7  Where the weights are: packed for a CPU, streaming past a small device, shared out among processes
+# 7  Passes: packed and recorded for a CPU, compiled for a GPU; weights that stream past a small device, or are shared out
 
 
 class PackedLinear(nn.Module):
@@ -1121,15 +1140,16 @@ def siblings(model) -> list[tuple]:
 
 
 def trial(model) -> tuple["CachedModel", Callable]:
-    """A cache to try passes out with, and a function that makes a pass's inputs, for so many nodes behind so many slots."""
+    """A small cache to try passes out with, and a function of (nodes, stem) that gives the inputs of a pass over the first so
+    many nodes of a binary tree whose stem has that slot: up to 32 slots are seen, of 33."""
     scratch, frame = CachedModel(model), Frame(k_ary(2, 4), model.device)
     scratch.feed(torch.arange(4, device=model.device))
     scratch.reserve(33)
 
-    def example(nodes, base):
-        tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(base))
+    def example(nodes, stem):
+        tokens = torch.randint(scratch.vocabulary, (frame.size,), generator=torch.Generator().manual_seed(stem))
         slots = torch.arange(32, device=model.device)
-        place = frame.place(slots[base : base + 1], slots[: base + frame.size], slots[-1:])
+        place = frame.place(slots[stem : stem + 1], slots[: stem + frame.size], slots[-1:])
         return tokens.to(model.device), slots[1 : 1 + nodes], place, scratch.entries
     return scratch, example
 
@@ -1171,11 +1191,15 @@ def compiled(model, backend: str = "inductor"):
     costs a GPU some time, in a graph too. It is compiled twice, for one node and for any number. Returns the plain pass where
     that cannot be done."""
     scratch, example = trial(model)
-    run = torch.compile(scratch.run, dynamic=True, backend=backend)
+    fast = torch.compile(scratch.run, dynamic=True, backend=backend)
+
+    @torch._dynamo.config.patch(recompile_limit=256)                     # subtle: all models' passes are counted together
+    @torch.fx.experimental._config.patch(use_duck_shape=False)           # and sizes equal in the example need not stay so
+    def run(*inputs):
+        return fast(*inputs)
     try:
-        with torch._dynamo.config.patch(recompile_limit=256), torch.fx.experimental._config.patch(use_duck_shape=False):
-            for nodes in (3, 1):                             # subtle: the limit counts the passes of all models together, and
-                run(*example(nodes, 16))                     # sizes that are equal in this example need not stay so
+        for nodes in (3, 1):
+            run(*example(nodes, 16))
     except RuntimeError as error:
         reason = " ".join(str(error).splitlines()[:2])
         warnings.warn(f"{type(model).__name__} cannot be compiled and runs as it is: {reason}")
@@ -1499,7 +1523,7 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
     larger ones while the target takes less than one and a half times as long as for one node (beyond that, tokens grow more
     slowly than time), and with those between. Medians; and since noise only adds to a time, none is longer than that of a
     larger tree."""
-    start, target, draft = decoder.clock(), {}, {}
+    target, draft, spent = {}, {}, []
 
     def measure(size):
         tree, times = optimal_tree(PRIOR, size, min(size, 2 + size.bit_length())), []
@@ -1516,12 +1540,13 @@ def measure_latency(decoder: Decoder, budget: float = 1.5) -> Latency:
                 half = decoder.clock()
                 judge()
                 times.append((half - begun, decoder.clock() - half))
+        spent.append(np.sum(times))                                      # without what it took to prepare
         grow_seconds, target[size] = np.median(times[1:], axis=0).tolist()
         if size > 1:
             draft[(size - 1) / (tree.depth - 1)] = grow_seconds / (tree.depth - 1)
 
     def in_time():
-        return decoder.clock() - start < max(budget, 30 * target[1])                 # a slow target is worth more patience
+        return sum(spent) < max(budget, 30 * target[1])                  # a slow target is worth more patience
 
     for size in (1, 8):
         measure(size)
@@ -1542,10 +1567,13 @@ def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
         place, draft_probs, _ = decoder.grow()
         logits = decoder.target(decoder.tokens, place, decoder.frame.slots[1:])
         runs, seconds = {}, {"sequoia": [], "traversal": []}
+        def verify():
+            decoder.healthy = decoder.one                                # as at the start of a step
+            return decoder.verify(logits, draft_probs)
         for _ in range(11):
             for name, times in seconds.items():
                 decoder.method = METHODS[name]
-                runs[name] = runs.get(name) or decoder.captured(lambda: decoder.verify(logits, draft_probs))
+                runs[name] = runs.get(name) or decoder.captured(verify)
                 start = decoder.clock()
                 runs[name]()
                 times.append(decoder.clock() - start)
@@ -1597,7 +1625,7 @@ class Planner:
         self.steps, self.due, self.seconds = 0, 0, 0.0                   # steps seen, when to plan again, seconds of measuring
         self.decoder = None
 
-    def keep(self, decoder: Decoder) -> Decoder:
+    def reuse(self, decoder: Decoder) -> Decoder:
         """The decoder of an earlier call, with its caches and recorded step, if it was made from the same; else this one."""
         if self.decoder is None or self.decoder.needs_history or self.decoder.settings() != decoder.settings():
             self.decoder = decoder
@@ -1685,7 +1713,8 @@ class Planner:
 
 def made_for(decoder: Decoder) -> dict:
     """All that a decoder's times and acceptance depend on, but for the text."""
-    device = torch.cuda.get_device_name() if decoder.base.is_cuda else f"cpu, {torch.get_num_threads()} threads"
+    device = decoder.base.device
+    device = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     models = [[one.model.config.name_or_path, one.model.num_parameters(), str(one.dtype), hasattr(one.model, "stream")]
               for one in (decoder.target, decoder.draft)]
     return dict(models=models, device=device, method=decoder.asked, sampling=numbers_of(decoder.processors),
@@ -1746,7 +1775,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     if limit and input_ids.shape[1] > limit:
         raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context only {limit}; shorten it")
     tree, planner = parse_tree(tree), planner or Planner()
-    decoder = planner.keep(Decoder(model, draft, input_ids.device, method, logits_processor, not config.do_sample, generator,
+    decoder = planner.reuse(Decoder(model, draft, input_ids.device, method, logits_processor, not config.do_sample, generator,
                                    cuda_graph, observe))
     mask = model_kwargs.get("attention_mask")
     if streamer is not None:
@@ -1916,7 +1945,8 @@ def load(name: str, args, say, packed: bool = True, large: bool = False):
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {name}: {reason} (no network, a gated repository, or a wrong name?)") from error
     check_model(model)
-    return pack(model) if packed and (args.compile or model.device.type == "cpu") and not (large and RANKS > 1) else model
+    worth = args.compile or model.device.type == "cpu"
+    return pack(model) if packed and worth and not (large and RANKS > 1) else model
 
 
 def load_tokenizer(args, say=lambda text: None):
@@ -1941,11 +1971,13 @@ class Printer:
 
     def __init__(self, tokenizer, stream=None, color=False, show_tree=False, explain=False):
         self.tokenizer, self.stream, self.color, self.show_tree, self.explain = tokenizer, stream, color, show_tree, explain
-        self.steps, self.ids, self.pending, self.from_draft, self.start = [], None, [], 0, time.perf_counter()
+        self.steps, self.stamps, self.ids, self.pending, self.from_draft = [], [], None, [], 0
+        self.start = time.perf_counter()
         self.walked = []                                                 # for `explain`: the texts of this step's nodes so far
 
     def on_step(self, step: Step):
         self.steps.append(step)
+        self.stamps.append(time.perf_counter())
         self.from_draft = len(step.path)
         last = step.path[-1] if step.path else 0
         if self.explain:
@@ -2048,10 +2080,11 @@ def run(args) -> int:
     sampling = sampling_of(args, ids, tokenizer, target)
     planner = Planner(args.plan, args.adapt, args.replan or args.command == "plan")
 
-    def decode_once(tree, printer=None, **changed):
-        generator = torch.Generator(args.device).manual_seed(args.seed)
-        return generate(target, draft, ids, tree=tree, method=args.method, planner=planner, generator=generator,
-                        cuda_graph=args.cuda_graph, streamer=printer, on_step=printer and printer.on_step,
+    generator = torch.Generator(args.device)                             # one, so that the planner can keep the decoder
+
+    def decode_once(tree, printer=None, planner=planner, **changed):
+        return generate(target, draft, ids, tree=tree, method=args.method, planner=planner, cuda_graph=args.cuda_graph,
+                        generator=generator.manual_seed(args.seed), streamer=printer, on_step=printer and printer.on_step,
                         observe=printer.observe if printer and args.explain else None, **{**sampling, **changed})
 
     stream = None if args.json or args.command == "plan" else sys.stdout
@@ -2104,10 +2137,11 @@ GREEDILY = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p
 def summary(args, printer, planner, tokenizer, target) -> dict:
     steps, ids, seconds = printer.steps, printer.ids or [], printer.seconds - planner.seconds
     tree = steps[-1].tree if steps else Tree([-1])
+    each = float(np.median(np.diff(printer.stamps))) if len(steps) > 1 else None                # without the prompt's pass
     return dict(
         text=tokenizer.decode(ids), token_ids=ids, new_tokens=len(ids), steps=len(steps),
         tokens_per_step=sum(len(step.tokens) for step in steps) / max(1, len(steps)), seconds=seconds,
-        planning_seconds=planner.seconds, tokens_per_second=len(ids) / seconds,
+        step_seconds=each, planning_seconds=planner.seconds, tokens_per_second=len(ids) / seconds,
         tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
         acceptance_rates=[round(float(rate), 4) for rate in planner.acceptance.rates()],
         method=planner.method or args.method.replace("auto", "sequoia"), temperature=args.temperature, seed=args.seed,
@@ -2123,8 +2157,8 @@ def print_summary(result, planner):
     if result["plan"]:
         measured = f", measured in {planner.seconds:.1f} s and kept" if planner.seconds else ""
         print(f"plan: {result['plan']}{measured}")
-        slower = result["seconds"] / max(1, result["steps"]) / planner.latency.step(tree["size"], tree["depth"])
-        if not 0.5 < slower < 2:
+        promised = planner.latency.step(tree["size"], tree["depth"])
+        if not 0.5 < (slower := (result["step_seconds"] or promised) / promised) < 2:
             print(f"a step took {slower:.1f} times as long as when the plan was made; --replan measures again")
     for name in ("generate", "assisted", "plain"):
         if name in result:
@@ -2159,8 +2193,9 @@ def compare(args, ids, sampling, decode_once, say, rounds: int = 3) -> dict:
     def theirs(**kwargs):
         torch.manual_seed(args.seed)
         return target.generate(ids, **{**sampling, **kwargs})
-    runs = dict(generate=theirs, assisted=lambda: theirs(assistant_model=draft), plain=lambda: decode_once("none"),
-                tree=lambda: decode_once(args.tree))
+    plain = Planner()
+    runs = dict(generate=theirs, assisted=lambda: theirs(assistant_model=draft),
+                plain=lambda: decode_once("none", planner=plain), tree=lambda: decode_once(args.tree))
     speeds = {name: [] for name in runs}
     for _ in range(rounds + 1):                                          # the first round warms up
         for name, run_once in runs.items():
