@@ -806,12 +806,6 @@ class Decoder:
         self.one = torch.ones_like(self.base)                            # never changed
         self.healthy = self.one                                          # (1,) 1 while all goes well in a step
 
-    def settings(self) -> list:
-        """All that a decoder is made from: one with the same can go on in its place."""
-        models = [(one.model, one.dtype) for one in filter(None, (self.target, self.draft))]
-        return [models, self.base.device, self.asked, numbers_of(self.processors), self.generator, self.cuda_graph,
-                self.observe, self.whole]
-
     def begin(self, prompt, history, max_length, row_of_batch=(0, 1), keep=1):
         """Feeds the prompt and draws the first token. prompt: (length,) ids as the models see them; history: (1, any length)
         ids as the processors see them, padding included; max_length: of the history; row_of_batch: which row of how many;
@@ -851,61 +845,17 @@ class Decoder:
         fed[:1] = [nn.functional.pad(root, (1, 0)) for root in fed[:1]]  # with the root the draft is fed the stem
         self.fed, self.judged, self.planted = list(map(enough, fed)), enough(self.frame.slots[1:]), planted
 
-    def place(self) -> Place:
-        """Where the tree stands now; on the host only among the slots in use."""
-        used = slice(None if self.static else self.length + self.frame.size)
-        return self.frame.place(self.base, self.all_slots[used], self.last)
-
-    def scores(self, model, logits, nodes):
-        """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
-        get -inf. Processors that look at the history see each node's own path, one by one, in the batch they were made for."""
-        missing = self.vocabulary - logits.shape[-1]
-        scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        if not self.needs_history:
-            for processor in self.processors:                            # the list itself would inspect each one's signature
-                scores = processor(self.history, scores)
-        else:
-            histories = [torch.cat([self.history[0], self.path_tokens(node)]) for node in nodes] or self.history
-            row, batch = self.row_of_batch
-            scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
-                                for ids, one in zip(histories, scores)])
-        self.check(model, scores.amax(dim=1).amin())
-        return scores
-
-    def path_tokens(self, node) -> Tensor:
-        """The tokens from the root down to a node."""
-        path = self.layout.path[node, : self.layout.tree.depths[node]]
-        return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
-
-    def check(self, model, least):
-        """Raises ValueError if the least of the rows' largest scores is NaN or -inf: no token is possible in that row."""
-        if self.static:
-            self.healthy = self.healthy & (least > -torch.inf)           # looked at when the step has come back
-        elif not least.item() > -torch.inf:
-            raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
-
-    def target_probs(self, logits, nodes):
-        """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children
-        are its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
-        scores = self.scores(self.target, logits, nodes)
-        if not self.greedy:
-            return scores.softmax(dim=1)
-        return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
-
-    def agree(self, value):
-        """Rank 0's value, on every rank that has a share of the target: so all of them take the same tokens."""
-        if self.sharded and isinstance(value, Tensor):
-            torch.distributed.broadcast(value, src=0)
-        elif self.sharded:
-            torch.distributed.broadcast_object_list(box := [value], src=0)
-            value = box[0]
-        return value
-
-    def clock(self) -> float:
-        """Seconds, when the device has done what it was given; on all ranks rank 0's."""
-        if self.base.is_cuda:
-            torch.cuda.synchronize(self.base.device)
-        return self.agree(time.perf_counter())
+    def tokens_with(self, tree, planner, on_step=None):
+        """The tokens after the prompt, one at a time, for as long as they are asked for."""
+        yield self.first
+        self.plant(planner.tree(self, tree))
+        while True:
+            step = self.step()
+            if on_step is not None:
+                on_step(step)
+            yield from step.tokens
+            if better := planner.learn(step, tree):
+                self.plant(better)
 
     def step(self) -> Step:
         """Grow the tree, run the target over it, verify, keep the accepted path."""
@@ -920,25 +870,6 @@ class Decoder:
             known = step.node_tokens[:1] + step.tokens[:-1]                      # the root; the last token is the next root
             self.history = torch.cat([self.history, self.tokens.new_tensor([known])], dim=1)
         return step
-
-    def draft_probs(self, logits, nodes):
-        """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a
-        thousandth of its probability: so once the rest is used up it is drawn, and not any token at all."""
-        probs = self.scores(self.draft, logits, nodes).softmax(dim=1)
-        if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
-            return probs
-        whole = nn.functional.pad(logits.float(), (0, probs.shape[1] - logits.shape[1]), value=-torch.inf)
-        for processor in self.processors:
-            whole = whole if isinstance(processor, CUTTING) else processor(self.history, whole)
-        return 0.999 * probs + 0.001 * whole.softmax(dim=1)
-
-    def prepare(self) -> Callable:
-        """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass
-        (its layers stream, or ranks share it) with one that grows the tree."""
-        if self.whole:
-            return self.captured(self.program)
-        grow = self.captured(self.grow)
-        return lambda: self.judge(*grow())
 
     def program(self) -> Tensor:
         """A step, but for what it means to the host. Where it is static its shapes are fixed and it never asks the host
@@ -984,6 +915,66 @@ class Decoder:
                 model.move(source, destination)
         self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
         self.base += self.layout.depth[node] + 1
+
+    def place(self) -> Place:
+        """Where the tree stands now; on the host only among the slots in use."""
+        used = slice(None if self.static else self.length + self.frame.size)
+        return self.frame.place(self.base, self.all_slots[used], self.last)
+
+    def draft_probs(self, logits, nodes):
+        """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a
+        thousandth of its probability: so once the rest is used up it is drawn, and not any token at all."""
+        probs = self.scores(self.draft, logits, nodes).softmax(dim=1)
+        if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
+            return probs
+        whole = nn.functional.pad(logits.float(), (0, probs.shape[1] - logits.shape[1]), value=-torch.inf)
+        for processor in self.processors:
+            whole = whole if isinstance(processor, CUTTING) else processor(self.history, whole)
+        return 0.999 * probs + 0.001 * whole.softmax(dim=1)
+
+    def target_probs(self, logits, nodes):
+        """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children
+        are its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
+        scores = self.scores(self.target, logits, nodes)
+        if not self.greedy:
+            return scores.softmax(dim=1)
+        return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
+
+    def scores(self, model, logits, nodes):
+        """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
+        get -inf. Processors that look at the history see each node's own path, one by one, in the batch they were made for."""
+        missing = self.vocabulary - logits.shape[-1]
+        scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        if not self.needs_history:
+            for processor in self.processors:                            # the list itself would inspect each one's signature
+                scores = processor(self.history, scores)
+        else:
+            histories = [torch.cat([self.history[0], self.path_tokens(node)]) for node in nodes] or self.history
+            row, batch = self.row_of_batch
+            scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
+                                for ids, one in zip(histories, scores)])
+        self.check(model, scores.amax(dim=1).amin())
+        return scores
+
+    def path_tokens(self, node) -> Tensor:
+        """The tokens from the root down to a node."""
+        path = self.layout.path[node, : self.layout.tree.depths[node]]
+        return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
+
+    def check(self, model, least):
+        """Raises ValueError if the least of the rows' largest scores is NaN or -inf: no token is possible in that row."""
+        if self.static:
+            self.healthy = self.healthy & (least > -torch.inf)           # looked at when the step has come back
+        elif not least.item() > -torch.inf:
+            raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
+
+    def prepare(self) -> Callable:
+        """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass
+        (its layers stream, or ranks share it) with one that grows the tree."""
+        if self.whole:
+            return self.captured(self.program)
+        grow = self.captured(self.grow)
+        return lambda: self.judge(*grow())
 
     def captured(self, run: Callable) -> Callable:
         """`run` as a CUDA graph, where that can be. It is tried out first, on a side stream, and the state restored."""
@@ -1031,17 +1022,26 @@ class Decoder:
             self.tokens[:2] = stem_and_root
             self.generator, self.observe = generator, observe
 
-    def tokens_with(self, tree, planner, on_step=None):
-        """The tokens after the prompt, one at a time, for as long as they are asked for."""
-        yield self.first
-        self.plant(planner.tree(self, tree))
-        while True:
-            step = self.step()
-            if on_step is not None:
-                on_step(step)
-            yield from step.tokens
-            if better := planner.learn(step, tree):
-                self.plant(better)
+    def agree(self, value):
+        """Rank 0's value, on every rank that has a share of the target: so all of them take the same tokens."""
+        if self.sharded and isinstance(value, Tensor):
+            torch.distributed.broadcast(value, src=0)
+        elif self.sharded:
+            torch.distributed.broadcast_object_list(box := [value], src=0)
+            value = box[0]
+        return value
+
+    def clock(self) -> float:
+        """Seconds, when the device has done what it was given; on all ranks rank 0's."""
+        if self.base.is_cuda:
+            torch.cuda.synchronize(self.base.device)
+        return self.agree(time.perf_counter())
+
+    def settings(self) -> list:
+        """All that a decoder is made from: one with the same can go on in its place."""
+        models = [(one.model, one.dtype) for one in filter(None, (self.target, self.draft))]
+        return [models, self.base.device, self.asked, numbers_of(self.processors), self.generator, self.cuda_graph,
+                self.observe, self.whole]
 
 
 def numbers_of(processors) -> list:
@@ -1368,7 +1368,8 @@ def copies_by_gpu(streaming, sources, fill, device) -> Callable:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pins host memory, so that a GPU reads it by itself. Returns whether that could be done."""
+    """Pins host memory, so that a GPU reads it by itself; torch's own pinned memory comes in powers of two. Returns whether
+    that could be done."""
     if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         warnings.warn(f"no more host memory can be pinned (CUDA error {error}), so copies are slower")
     return not error
@@ -1617,7 +1618,8 @@ class Planner:
     are measured once, and the same seed gives the same trees and so the same text. With them the `method` is kept that was
     found faster, where there was a choice. What is counted stays with this object unless `save` is called. `replan`: measure
     again. `adapt`: choose again, as the text grows, where another tree promises 3% more. From one call to the next it also
-    keeps the decoder: on a GPU a step is recorded once for many texts. Meanwhile the models must not be changed."""
+    keeps the decoder: on a GPU a step is recorded once for many texts. Meanwhile the models must not be changed; and it is for
+    one call at a time."""
 
     def __init__(self, file=None, adapt: bool = True, replan: bool = False):
         self.file, self.adapt, self.replan = file and Path(file), adapt, replan
