@@ -1188,8 +1188,8 @@ def _replay(traced, weights, *inputs):
 @torch.inference_mode()
 def compiled(model, backend: str = "inductor"):
     """The model's forward pass by torch.compile, which makes few operators of the many small ones between its products: each
-    costs a GPU some time, in a graph too. It is compiled twice, for one node and for any number. Returns the plain pass where
-    that cannot be done."""
+    costs a GPU some time, in a graph too. It rounds less often than the plain pass, so in bfloat16 a near tie may fall the other
+    way. It is compiled twice, for one node and for any number. Returns the plain pass where that cannot be done."""
     scratch, example = trial(model)
     fast = torch.compile(scratch.run, dynamic=True, backend=backend)
 
