@@ -324,12 +324,14 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
     """k different tokens, (..., V) -> (..., k): the first drawn from `probs`, each next one from what is left of it,
     renormalised; once its mass is used up, uniformly from the tokens not yet drawn.
 
-    With E exponential noise, sorting p / E draws all k at once: token i comes first with probability p_i. Tokens of
-    probability 0 come last, in the order of their noise: subtle, since without it they would come in the order of their
-    index, which is not the uniform draw that `verify` accounts for. Subtle too: 24 random bits would never draw a token of
-    probability below 6e-8, hence float64."""
+    With E exponential noise, sorting E / p draws all k at once: token i comes first with probability p_i. Subtle: 24 random
+    bits would never draw a token of probability below 6e-8, hence float64."""
     log = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()     # -E
-    return torch.where(probs > 0, probs / log, -log).topk(k, largest=False).indices
+    return (log / (probs + EPSILON)).topk(k).indices
+
+
+EPSILON = 1e-30          # more probability for each token of a draft drawn from without replacement, lost in rounding where
+                         # there is any: so what is left is never nothing, and uniform once the draft's own mass is used up
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -365,28 +367,24 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
     """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
-    residual, draft = target_probs, draft_probs[: with_child[0] if with_child else 0]
+    residual, draft = target_probs, draft_probs[: with_child[0] if with_child else 0] + (0 if replacement else EPSILON)
     ratios = residual.new_zeros(tokens.shape)
     for i, n in enumerate(with_child):
         token, R, D = tokens[:n, i : i + 1], residual[:n], draft                                 # (n, 1), (n, V), (n, V)
-        ratios[:n, i : i + 1] = (R.gather(1, token) / D.gather(1, token)).nan_to_num_()         # R[s] / D[s], 0 / 0 being 0
+        ratios[:n, i : i + 1] = R.gather(1, token) / D.gather(1, token)                          # R[s] / D[s]
         if noise is not None and noise.is_cpu and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         residual = R if n == len(residual) else torch.cat([R, residual[n:]])
         n = [*with_child, 0][i + 1]                                                              # the rows with one more child
-        draft = D[:n] if replacement or not n else _without(D[:n], tokens[:n, : i + 1])
+        draft = D[:n] if replacement or not n else _without(D[:n], token[:n])
     return ratios, residual
 
 
 def _without(draft: Tensor, rejected: Tensor) -> Tensor:
-    """The draft (rows, V) without its rejected tokens (rows, i), of which all but the last have left it before, renormalised;
-    uniform over the tokens not yet rejected once its mass is used up."""
-    left = draft.scatter(1, rejected[:, -1:], 0)
-    if left.is_cpu and left.any(dim=1).all():                            # the host may look, and save itself the rest
-        return left / left.sum(dim=1, keepdim=True)
-    untried = torch.ones_like(draft).scatter_(1, rejected, 0)
-    return _normalise(left, otherwise=_normalise(untried, otherwise=draft))
+    """The draft (rows, V) without a rejected token (rows, 1), renormalised."""
+    left = draft.scatter(1, rejected, 0)
+    return left / left.sum(dim=1, keepdim=True)
 
 
 def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
@@ -456,6 +454,7 @@ class TreeLayout:
         self.path = torch.tensor([path + [node] * (tree.depth - 1 - len(path)) for node, path in enumerate(self.paths)],
                                  device=device, dtype=torch.long).reshape(tree.size, tree.depth - 1)     # its end repeated
         self.depth = torch.tensor(tree.depths, device=device)                        # (size,)
+        self.parent = torch.tensor([max(parent, 0) for parent in tree.parents], device=device)       # (size,), the root's: 0
         order, stack = [], [0]                                                       # the root, its last child's subtree, ...
         while stack:
             order.append(stack.pop())
@@ -513,8 +512,9 @@ class Method:
             following = following.scatter(0, nodes, token)
             chosen = torch.where(rank >= 0, child.gather(1, rank.clamp(min=0)[:, None])[:, 0], nodes)
             onward = torch.arange(len(tokens), device=tokens.device).scatter(0, nodes, chosen)   # itself, where it ends
-            for _ in layout.levels:
-                node = onward.gather(0, node)
+            for _ in range(layout.tree.depth.bit_length()):
+                onward = onward[onward]                                                          # twice as far
+            node = onward[:1]
         return node, following.gather(0, node)
 
 
@@ -522,9 +522,14 @@ class Greedy(Method):
     """What every method becomes as the temperature goes to 0: the target's choice is put out, accepted where it is a child."""
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
-        """As the walk of all methods; on the host with nothing but a comparison."""
-        if static or observe:
+        """As the walk of all methods, with nothing but comparisons."""
+        if observe:
             return super().verify_tree(layout, tokens, target_probs, draft_probs, generator, static, observe)
+        if static:
+            choice = target_probs(range(layout.tree.size)).argmax(dim=1)                         # (size,)
+            right = (tokens == choice[layout.parent]) | (layout.depth == 0)                      # is it its parent's choice?
+            node = torch.where(right[layout.path].all(dim=1), layout.depth, -1).argmax(dim=0, keepdim=True)
+            return node, choice[node]
         node, proposed = 0, tokens.tolist()
         while True:
             token = int(target_probs(range(node, node + 1)).argmax())
@@ -556,18 +561,18 @@ class Traversal(Method):
         residual = target_probs.clone()                                                          # (size, V)
         mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
         for level, probs in zip(layout.levels, draft_probs):
-            draft, proposed = probs, tokens[level.child]                                         # (nodes, V), (nodes, ranks)
+            draft, proposed = probs + EPSILON, tokens[level.child]                               # (nodes, V), (nodes, ranks)
             for rank, n in enumerate(level.with_child):
                 nodes, child = level.nodes[:n], level.child[:n, rank]
                 a, R, D, token = mass[nodes, None], residual[nodes], draft, proposed[:n, rank : rank + 1]
                 p, q = a * R.gather(1, token), D.gather(1, token)
-                mass[child] = (p / q).nan_to_num_().clamp_(max=1)[:, 0]                          # a R[t] / D[t]
+                mass[child] = (p / q).clamp_(max=1)[:, 0]                                        # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
                 total = left.sum(dim=1, keepdim=True)
                 mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
-                residual[nodes] = _normalise(left, otherwise=R)
+                residual[nodes] = torch.where(total > 0, left / total, R)
                 n = [*level.with_child, 0][rank + 1]                                             # those with one more child
-                draft = _without(D[:n], proposed[:n, : rank + 1])
+                draft = _without(D[:n], token[:n])
         return mass, residual
 
 
@@ -612,7 +617,8 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
     if not 1 <= k <= target_probs.shape[-1]:
         raise ValueError(f"k must be from 1 to the vocabulary's size {target_probs.shape[-1]}, got {k}")
     chosen, batch = find_method(method), target_probs.shape[:-1]
-    P, Q = (probs.reshape(-1, probs.shape[-1]) for probs in (target_probs, draft_probs))
+    P, Q = (probs.reshape(-1, probs.shape[-1]).to(torch.promote_types(probs.dtype, torch.float32))
+            for probs in (target_probs, draft_probs))
     rank, token = chosen.verify(P, Q, chosen.propose(Q, k, generator), generator)
     return rank.reshape(batch), token.reshape(batch)
 
@@ -803,8 +809,7 @@ class Decoder:
         zeros = functools.partial(torch.zeros, dtype=torch.long, device=device)
         self.base, self.last = zeros(1), zeros(1)                        # (1,) the stem's slot, the text's last
         self.tokens = zeros(2)                                           # of stem and root; once planted, (frame.size,)
-        self.one = torch.ones_like(self.base)                            # never changed
-        self.healthy = self.one                                          # (1,) 1 while all goes well in a step
+        self.peaks = []                                                  # each row's largest score, (rows,) for every pass
 
     def begin(self, prompt, history, max_length, row_of_batch=(0, 1), keep=1):
         """Feeds the prompt and draws the first token. prompt: (length,) ids as the models see them; history: (1, any length)
@@ -817,9 +822,10 @@ class Decoder:
         self.length, self.limit = len(prompt) - 1, max_length - history.shape[1] + len(prompt)
         self.base.fill_(self.length)
         self.last.fill_(self.limit - 1)
-        self.static = False                                              # here the host walks from node to node
+        self.static, self.peaks = False, []                              # here the host walks from node to node
         first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), self.generator))
         self.tokens[:2], self.first = torch.cat([prompt[-1:], first]), int(first)
+        self.expect(self.healthy())
         self.static = not (prompt.is_cpu or self.needs_history or self.observe)
 
     def plant(self, tree: Tree):
@@ -862,8 +868,7 @@ class Decoder:
         self.prepared = self.prepared or self.prepare()
         report = self.prepared().tolist()                                        # the step's one copy to the host
         (healthy, node, token), tree = report[:3], self.layout.tree
-        if not healthy:
-            raise ValueError("the models gave NaN logits, or the processors left no token possible")
+        self.expect(healthy)
         step = Step(tree, report[3:], self.layout.paths[node], token)
         self.length += len(step.tokens)
         if self.needs_history:
@@ -878,23 +883,23 @@ class Decoder:
 
     def grow(self) -> tuple[Place, list[Tensor], Tensor]:
         """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's
-        distributions, (nodes, V) a level, and whether all went well, (1,)."""
-        levels, place, self.healthy = [], self.place(), self.one
+        distributions, (nodes, V) a level, and each row's largest score."""
+        levels, place, self.peaks = [], self.place(), []
         for depth, level in enumerate(self.layout.levels):
             logits = self.draft(self.tokens, place, self.fed[depth])[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
             proposals = self.method.propose(levels[-1], level.child.shape[1], self.generator)            # as level.child
-            self.tokens[1 + level.children] = proposals.take(level.exists)
-        return place, levels, self.healthy
+            self.tokens[1:][level.children] = proposals.take(level.exists)
+        return place, levels, self.peaks
 
-    def judge(self, place, draft_probs, healthy) -> Tensor:
+    def judge(self, place, draft_probs, peaks) -> Tensor:
         """The second half: the target's pass, verification, and what is kept. Returns (3 + tree.size,) whether all went well,
         the last accepted node, the token after it, and the nodes' tokens."""
-        self.healthy = healthy
+        self.peaks = [*peaks]
         self.agree(self.tokens)
         logits = self.target(self.tokens, place, self.judged)[-self.layout.tree.size:]                   # (tree.size, V)
         node, token = map(self.agree, self.verify(logits, draft_probs))
-        report = torch.cat([self.healthy, node, token, self.tokens[1:]])
+        report = torch.cat([self.healthy(), node, token, self.tokens[1:]])
         self.keep(place, node, token)
         return report
 
@@ -924,7 +929,7 @@ class Decoder:
     def draft_probs(self, logits, nodes):
         """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a
         thousandth of its probability: so once the rest is used up it is drawn, and not any token at all."""
-        probs = self.scores(self.draft, logits, nodes).softmax(dim=1)
+        probs = self.scores(logits, nodes).softmax(dim=1)
         if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
             return probs
         whole = nn.functional.pad(logits.float(), (0, probs.shape[1] - logits.shape[1]), value=-torch.inf)
@@ -935,12 +940,12 @@ class Decoder:
     def target_probs(self, logits, nodes):
         """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children
         are its most likely tokens, which is what every method's proposals become as the temperature goes to 0."""
-        scores = self.scores(self.target, logits, nodes)
+        scores = self.scores(logits, nodes)
         if not self.greedy:
             return scores.softmax(dim=1)
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
-    def scores(self, model, logits, nodes):
+    def scores(self, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
         get -inf. Processors that look at the history see each node's own path, one by one, in the batch they were made for."""
         missing = self.vocabulary - logits.shape[-1]
@@ -953,7 +958,7 @@ class Decoder:
             row, batch = self.row_of_batch
             scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
                                 for ids, one in zip(histories, scores)])
-        self.check(model, scores.amax(dim=1).amin())
+        self.peaks.append(scores.amax(dim=1))
         return scores
 
     def path_tokens(self, node) -> Tensor:
@@ -961,12 +966,13 @@ class Decoder:
         path = self.layout.path[node, : self.layout.tree.depths[node]]
         return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
 
-    def check(self, model, least):
-        """Raises ValueError if the least of the rows' largest scores is NaN or -inf: no token is possible in that row."""
-        if self.static:
-            self.healthy = self.healthy & (least > -torch.inf)           # looked at when the step has come back
-        elif not least.item() > -torch.inf:
-            raise ValueError(f"{type(model.model).__name__} gave NaN logits, or its processors left no token possible")
+    def healthy(self) -> Tensor:
+        """Whether every row so far has a token that is possible, (1,)."""
+        return (torch.cat(self.peaks) > -torch.inf).all(dim=0, keepdim=True)
+
+    def expect(self, healthy):
+        if not healthy:
+            raise ValueError("the models gave NaN logits, or the processors left no token possible")
 
     def prepare(self) -> Callable:
         """The step as it is run over and over: on a GPU as one CUDA graph, or where the host has a part in the target's pass
@@ -1188,8 +1194,8 @@ def _replay(traced, weights, *inputs):
 @torch.inference_mode()
 def compiled(model, backend: str = "inductor"):
     """The model's forward pass by torch.compile, which makes few operators of the many small ones between its products: each
-    costs a GPU some time, in a graph too. It rounds less often than the plain pass, so in bfloat16 a near tie may fall the other
-    way. It is compiled twice, for one node and for any number. Returns the plain pass where that cannot be done."""
+    costs a GPU some time, in a graph too. It rounds less often than the plain pass, so in bfloat16 a near tie may fall the
+    other way. It is compiled twice, for one node and for any number. Returns the plain pass where that cannot be done."""
     scratch, example = trial(model)
     fast = torch.compile(scratch.run, dynamic=True, backend=backend)
 
@@ -1569,7 +1575,7 @@ def faster_method(decoder: Decoder, tree: Tree, latency: Latency) -> str:
         logits = decoder.target(decoder.tokens, place, decoder.frame.slots[1:])
         runs, seconds = {}, {"sequoia": [], "traversal": []}
         def verify():
-            decoder.healthy = decoder.one                                # as at the start of a step
+            decoder.peaks = []                                           # as at the start of a step
             return decoder.verify(logits, draft_probs)
         for _ in range(11):
             for name, times in seconds.items():
@@ -2004,7 +2010,7 @@ class Printer:
 
     def observe_node(self, method, target_probs, draft_probs, tokens, noise, ratios, rank, token):
         self.walked = self.walked or [self.text(self.ids[-1])]
-        residual, draft = target_probs, draft_probs
+        residual, draft = target_probs, draft_probs + EPSILON
         print(f"  after {self.walked[-1]}")
         for i, child in enumerate(tokens[0, : tokens.shape[1] if rank < 0 else int(rank) + 1]):
             print(f"    child {self.text(child):<14} target {residual[0, child]:.3f}  draft {draft[0, child]:.3f}  ratio "
@@ -2015,7 +2021,7 @@ class Printer:
                 residual = method.ratios(target_probs, draft_probs, tokens[:, : i + 1], [1] * (i + 1), None)[1]
                 print(f"          left of the target: {self.likeliest(residual[0])}")
                 if method.propose is sample_without_replacement:
-                    draft = _without(draft, tokens[:, : i + 1])
+                    draft = _without(draft, tokens[:, i : i + 1])
         if rank < 0:
             print(f"    no child is left: {self.text(token)} is drawn from what is left of the target")
 

@@ -1216,7 +1216,7 @@ def test_a_static_step_never_asks_the_host(name, method, greedy, monkeypatch):
         model.model.to("meta")
         model.buffers = on_meta(model.buffers)
     decoder.static = True
-    vars(decoder).update({name: on_meta(getattr(decoder, name)) for name in ("base", "last", "tokens", "one")})
+    vars(decoder).update({name: on_meta(getattr(decoder, name)) for name in ("base", "last", "tokens")})
 
     def layout_on_meta(tree, device):                                    # a layout is made with the values at hand
         made = layout(tree, "cpu")
@@ -1663,12 +1663,12 @@ def test_growing_by_a_graph_and_the_rest_without_is_the_same_step(llama):
                     decoder.generator.set_state(random), decoder.tokens.copy_(tokens)
 
                     def tensors(grown):
-                        return [*grown[0], *grown[1], grown[2]]
+                        return [*grown[0], *grown[1], *grown[2]]
 
                     def replay():
                         for old, new in zip(tensors(recorded), tensors(run())):
                             old.copy_(new)
-                        decoder.healthy = None
+                        decoder.peaks = None
                         return recorded
                     return replay
                 decoder.captured = captured
