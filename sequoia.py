@@ -713,11 +713,11 @@ class CachedModel:
     def reserve(self, capacity: int):
         """Makes room for so many slots, at least; what is there stays."""
         if capacity > self.capacity:
-            for i, old in enumerate(self.buffers):
-                self.buffers[i] = old.new_zeros(*old.shape[:2], capacity, old.shape[3])          # (entries, heads, slots, dim)
-                self.buffers[i][:, :, : old.shape[2]] = old
-            views = {i: view for buffer, group in zip(self.buffers, self.groups) for view, i in zip(buffer.split(1), group)}
-            self.entries, self.capacity = tuple(views[i] for i in range(len(views))), capacity
+            grown = [old.new_zeros(*old.shape[:2], capacity, old.shape[3]) for old in self.buffers]
+            for new, old in zip(grown, self.buffers):                                            # (entries, heads, slots, dim)
+                new[:, :, : old.shape[2]] = old
+            views = {i: view for buffer, group in zip(grown, self.groups) for view, i in zip(buffer.split(1), group)}
+            self.buffers, self.entries, self.capacity = grown, tuple(views[i] for i in range(len(views))), capacity
 
     def __call__(self, tokens: Tensor, place: Place, nodes: Tensor) -> Tensor:
         """One pass over some of the nodes in their place: (size,) token ids of all, (nodes,) which -> (nodes, V) logits."""
@@ -838,13 +838,14 @@ class Decoder:
         if self.static:                                                  # one for all texts of about this length
             room = -(-room // 256) * 256
             room = self.room if room < self.room <= 2 * room else room
-        planted = tree, self.method, room
+        models = list(filter(None, (self.target, self.draft)))
+        for model in models:
+            model.reserve(room + 1)                                      # compiled passes rely on seeing less than there is
+        planted = tree, self.method, room, [model.capacity for model in models]       # a cache that grows stands elsewhere
         if planted == self.planted:                                      # all is prepared, by a text of like length
             return
         self.prepared = self.planted = None
         self.room, self.all_slots = room, torch.arange(room, device=self.base.device)
-        for model in filter(None, (self.target, self.draft)):
-            model.reserve(room + 1)                                      # compiled passes rely on seeing less than there is
         self.layout, self.frame = TreeLayout(tree, self.base.device), Frame(tree, self.base.device)
         self.tokens = torch.cat([self.tokens[:2], self.tokens.new_zeros(tree.size - 1)])
         fed = [level.nodes + 1 for level in self.layout.levels]          # in the frame's numbers

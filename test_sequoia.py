@@ -1289,24 +1289,28 @@ def test_what_cannot_be_compiled_runs_as_it_is(llama):
 
 @torch.no_grad()
 def test_one_decoder_takes_text_after_text_and_records_once(llama, monkeypatch):
-    """Shorter, longer, and so long that the cache must grow; broken off in mid-step too. What an earlier text left in the
-    cache never shows."""
+    """Shorter, longer, and so long that the cache must grow; broken off in mid-step too, or after the first token. What an
+    earlier text left in the cache never shows, and what was recorded is never in a cache that has been given up."""
     prepared, tree = [], Tree([-1, 0, 0, 1, 1, 2, 3])
     prepare = sequoia.Decoder.prepare
-    monkeypatch.setattr(sequoia.Decoder, "prepare", lambda self: prepared.append(1) or prepare(self))
+    def memory(decoder):
+        return [entry.data_ptr() for model in (decoder.target, decoder.draft) for entry in model.entries]
+    monkeypatch.setattr(sequoia.Decoder, "prepare", lambda self: prepared.append(memory(self)) or prepare(self))
     decoder = decoder_for(*llama, prompt_of(5), greedy=True)
-    for length, max_length, recorded in ((20, 60, 1), (9, 40, 1), (31, 90, 1), (20, 250, 2), (9, 40, 2)):
+    for length, max_length, recorded in ((20, 60, 1), (9, 40, 1), (31, 90, 1), (20, 250, 2), (9, 40, 2), (600, 601, 2), (9, 40, 3)):
         for buffer in decoder.target.buffers + decoder.draft.buffers:
             buffer.fill_(torch.nan)                                      # as after a text that ended in an overflow
         prompt = prompt_of(length, seed=length)
         decoder.begin(prompt[0], prompt, max_length)
         decoder.static, text = True, [decoder.first]                     # as on a GPU
+        if length + 1 == max_length:
+            continue
         decoder.plant(tree)
         while len(text) < 20:
             text += decoder.step().tokens
         decoder.grow()
         assert text[:20] == llama[0].generate(prompt, max_new_tokens=20, do_sample=False)[0, length:].tolist()
-        assert len(prepared) == recorded
+        assert len(prepared) == recorded and prepared[-1] == memory(decoder)
 
 
 def test_a_planner_keeps_the_decoder_for_the_same_way_of_sampling(llama):
