@@ -699,12 +699,13 @@ class CachedModel:
         self.logits = self.model(input_ids=known[None], past_key_values=prefill, use_cache=True, **limit).logits[0, -keep:]
         entries = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]       # (1, heads, length, dim)
         if not self.layers:
-            self.layers = [TreeLayer(self) for _ in prefill.layers]
-            self.cache, groups = Cache(layers=self.layers), {}
+            groups = {}
             for i, entry in enumerate(entries):             # entries of one shape share a buffer, to be moved by one operation
                 groups.setdefault(entry.shape, []).append(i)
             self.groups = list(groups.values())
             self.buffers = [torch.cat([entries[i][:, :, :0] for i in group]) for group in self.groups]
+            self.cache = Cache(layers=[TreeLayer(self) for _ in prefill.layers])
+            self.layers = self.cache.layers                 # last, should this be interrupted
         self.reserve(len(prompt))
         for buffer, group in zip(self.buffers, self.groups):
             torch.cat([entries[i] for i in group], out=buffer[:, :, : len(prompt)])
@@ -801,15 +802,17 @@ class Decoder:
         self.target, self.draft = CachedModel(target), draft and CachedModel(draft)
         self.asked = "greedy" if greedy else method                      # "auto": the planner says which is faster
         self.processors, self.greedy, self.generator, self.observe = processors, greedy, generator, observe
-        self.needs_history = any(not isinstance(processor, HISTORY_FREE) for processor in processors)
+        self.needs_history = any(type(processor) not in HISTORY_FREE for processor in processors)
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1       # among the ranks of torchrun, see `join_ranks`
         self.whole = not self.sharded and not hasattr(target, "stream")  # whether a CUDA graph can hold a whole step
         self.cuda_graph, self.planted, self.room = cuda_graph, None, 0
         self.capturable = cuda_graph and not hasattr(draft, "stream")    # until it is found that it cannot be
+        models = [(model, model.dtype) for model in (target, draft) if model is not None]
+        self.made_from = [models, device, self.asked, numbers_of(processors), generator, cuda_graph, observe, self.whole]
         zeros = functools.partial(torch.zeros, dtype=torch.long, device=device)
         self.base, self.last = zeros(1), zeros(1)                        # (1,) the stem's slot, the text's last
         self.tokens = zeros(2)                                           # of stem and root; once planted, (frame.size,)
-        self.peaks = []                                                  # each row's largest score, (rows,) for every pass
+        self.peaks, self.ruled = [], {}                                  # rows' largest scores, (rows,); what `processed` gave
 
     def begin(self, prompt, history, max_length, row_of_batch=(0, 1), keep=1):
         """Feeds the prompt and draws the first token. prompt: (length,) ids as the models see them; history: (1, any length)
@@ -832,8 +835,6 @@ class Decoder:
         """Takes this tree for the steps to come. What was prepared for it in a text of like length stays as it is."""
         if (branch := max(map(len, tree.children))) > self.vocabulary:
             raise ValueError(f"the tree has a node with {branch} children, but there are only {self.vocabulary} tokens")
-        if tree.size > 1 and self.draft is None:
-            raise ValueError(f"a tree of {tree.size} nodes needs a draft model; pass draft=..., or tree='none'")
         room = self.limit + tree.size + 1
         if self.static:                                                  # one for all texts of about this length
             room = -(-room // 256) * 256
@@ -948,24 +949,30 @@ class Decoder:
 
     def scores(self, logits, nodes):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
-        get -inf. Processors that look at the history see each node's own path, one by one, in the batch they were made for."""
+        get -inf. Processors that look at the history see each node's own path, one by one."""
         missing = self.vocabulary - logits.shape[-1]
         scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         if not self.needs_history:
             for processor in self.processors:                            # the list itself would inspect each one's signature
                 scores = processor(self.history, scores)
         else:
-            histories = [torch.cat([self.history[0], self.path_tokens(node)]) for node in nodes] or self.history
-            row, batch = self.row_of_batch
-            scores = torch.cat([self.processors(ids.repeat(batch, 1), one.repeat(batch, 1))[row : row + 1]
-                                for ids, one in zip(histories, scores)])
+            scores = torch.cat([self.processed(node, one[None]) for node, one in zip([*map(int, nodes)] or [None], scores)])
         self.peaks.append(scores.amax(dim=1))
         return scores
 
-    def path_tokens(self, node) -> Tensor:
-        """The tokens from the root down to a node."""
-        path = self.layout.path[node, : self.layout.tree.depths[node]]
-        return torch.cat([self.tokens[1:2], self.tokens[1:][path]])
+    def processed(self, node, scores):
+        """The scores (1, V) after a node, or after the prompt, by processors that look at the history, in the batch they were
+        made for. Of a path that they have ruled out they are not asked, and need not know: nothing on it can be accepted."""
+        history = self.history[0]
+        if node is not None:
+            path, parent = self.layout.paths[node], self.layout.tree.parents[node]
+            if parent >= 0 and self.ruled[parent][0, self.tokens[1 + node]] == -torch.inf:
+                self.ruled[node] = torch.full_like(scores, -torch.inf)
+                return scores
+            history = torch.cat([history, self.tokens[1:][[0, *path]]])
+        row, batch = self.row_of_batch
+        self.ruled[node] = self.processors(history.repeat(batch, 1), scores.repeat(batch, 1))[row : row + 1]
+        return self.ruled[node]
 
     def healthy(self) -> Tensor:
         """Whether every row so far has a token that is possible, (1,)."""
@@ -993,7 +1000,6 @@ class Decoder:
         try:
             with torch.cuda.stream(side):
                 self.try_out(run, generator)
-            torch.cuda.current_stream(device).wait_stream(side)
             if self.generator is not None:
                 graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=side):
@@ -1002,6 +1008,8 @@ class Decoder:
             self.capturable = False
             warnings.warn(f"this step cannot be a CUDA graph and runs without: {str(error).splitlines()[0]}")
             return run
+        finally:
+            torch.cuda.current_stream(device).wait_stream(side)
         return lambda: graph.replay() or result
 
     def try_out(self, run, generator):
@@ -1043,12 +1051,6 @@ class Decoder:
         if self.base.is_cuda:
             torch.cuda.synchronize(self.base.device)
         return self.agree(time.perf_counter())
-
-    def settings(self) -> list:
-        """All that a decoder is made from: one with the same can go on in its place."""
-        models = [(one.model, one.dtype) for one in filter(None, (self.target, self.draft))]
-        return [models, self.base.device, self.asked, numbers_of(self.processors), self.generator, self.cuda_graph,
-                self.observe, self.whole]
 
 
 def numbers_of(processors) -> list:
@@ -1636,15 +1638,15 @@ class Planner:
 
     def reuse(self, decoder: Decoder) -> Decoder:
         """The decoder of an earlier call, with its caches and recorded step, if it was made from the same; else this one."""
-        if self.decoder is None or self.decoder.needs_history or self.decoder.settings() != decoder.settings():
+        if self.decoder is None or self.decoder.needs_history or self.decoder.made_from != decoder.made_from:
             self.decoder = decoder
         return self.decoder
 
     def tree(self, decoder: Decoder, spec) -> Tree:
         """The tree for a text whose prompt this decoder has read: the one given, the best of all ("auto"), or the best of a
         size and depth. Where the method is to be chosen, the decoder gets it here."""
-        if isinstance(spec, Tree) or decoder.draft is None:
-            return spec if isinstance(spec, Tree) else Tree([-1])
+        if isinstance(spec, Tree):
+            return spec
         self.max_branch = min(len(PRIOR), decoder.vocabulary)
         if spec == "auto":
             if self.latency is None:
@@ -1783,7 +1785,9 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
         raise ValueError("the prompt is empty; give it at least one token")
     if limit and input_ids.shape[1] > limit:
         raise ValueError(f"the prompt has {input_ids.shape[1]} tokens, but the model's context only {limit}; shorten it")
-    tree, planner = parse_tree(tree), planner or Planner()
+    tree, planner = parse_tree("none" if draft is None and tree == "auto" else tree), planner or Planner()
+    if draft is None and tree != Tree([-1]):
+        raise ValueError("a tree of more than its root needs a draft model; pass draft=..., or tree='none'")
     decoder = planner.reuse(Decoder(model, draft, input_ids.device, method, logits_processor, not config.do_sample, generator,
                                    cuda_graph, observe))
     mask = model_kwargs.get("attention_mask")

@@ -5,6 +5,7 @@ false alarm from any of them has a chance below 1e-6.
 """
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import doctest
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1049,7 +1050,7 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     place, _, _ = decoder.grow()
     logits = decoder.target(decoder.tokens, place, decoder.frame.slots[1:])
     for node in range(tree.size):
-        text = torch.cat([prompt[0], decoder.path_tokens(node)])[None]
+        text = torch.cat([prompt[0], decoder.tokens[1:][[0, *decoder.layout.paths[node]]]])[None]
         torch.testing.assert_close(logits[node], target(text).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
@@ -1315,6 +1316,14 @@ def test_one_decoder_takes_text_after_text_and_records_once(llama, monkeypatch):
 
 def test_a_planner_keeps_the_decoder_for_the_same_way_of_sampling(llama):
     """And only for that: every text is the one that a planner of its own gives."""
+    class Without(transformers.TemperatureLogitsWarper):
+        """One of a user's own, whose settings are no numbers."""
+        def __init__(self, token):
+            super().__init__(1.0)
+            self.tokens = torch.tensor([token])
+
+        def __call__(self, input_ids, scores):
+            return scores.index_fill(1, self.tokens, -torch.inf)
     kept, planner = [], sequoia.Planner()
     def text(planner, prompt, **arguments):
         torch.manual_seed(0)
@@ -1322,13 +1331,26 @@ def test_a_planner_keeps_the_decoder_for_the_same_way_of_sampling(llama):
                                 **{"do_sample": True, **arguments}).tolist()
     changes = [{}, {}, dict(tree="kary:2x3"), dict(temperature=0.5), dict(temperature=0.5, top_p=0.8), dict(do_sample=False),
                dict(repetition_penalty=1.5), dict(repetition_penalty=1.5), dict(bad_words_ids=[[3]]), dict(bad_words_ids=[[4]]),
-               dict(method="traversal"), dict(method="naive"), dict(generator=torch.Generator().manual_seed(1)), {}]
+               dict(method="traversal"), dict(method="naive"), dict(generator=torch.Generator().manual_seed(1)),
+               dict(logits_processor=[Without(5)]), dict(logits_processor=[Without(6)]), {}]
     for i, change in enumerate(changes):
         prompt = prompt_of(6 + 3 * i % 8)
         seed_again = {"generator": torch.Generator().manual_seed(1)} if "generator" in change else {}
         assert text(planner, prompt, **change) == text(sequoia.Planner(), prompt, **{**change, **seed_again})
         kept.append(planner.decoder)
     assert kept[0] is kept[1] is kept[2] and len(set(map(id, kept))) == len(changes) - 2
+
+
+@pytest.mark.parametrize("where", ["Cache", "TreeLayer"])
+def test_an_interrupted_start_can_be_repeated(llama, where, monkeypatch):
+    planner, working = sequoia.Planner(), getattr(sequoia, where)
+    def interrupted(*arguments, **kwargs):
+        raise KeyboardInterrupt
+    for replacement in (interrupted, working):
+        monkeypatch.setattr(sequoia, where, replacement)
+        with pytest.raises(KeyboardInterrupt) if replacement is interrupted else contextlib.nullcontext():
+            out = sequoia.generate(*llama, prompt_of(10), max_new_tokens=20, do_sample=False, tree="9x4", planner=planner)
+    assert torch.equal(out, llama[0].generate(prompt_of(10), max_new_tokens=20, do_sample=False))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -1926,6 +1948,27 @@ def test_every_logits_processor_sees_each_nodes_own_path(llama, arguments):
     assert torch.equal(out, target.generate(prompt_of(10), **arguments))
 
 
+@pytest.mark.parametrize("method", ["sequoia", "traversal", "topk"])
+def test_a_grammar_is_never_asked_what_it_has_ruled_out(llama, method):
+    """Where few tokens are allowed the tree's further children are impossible ones, about which it knows nothing."""
+    follows = {5: [6, 7], 6: [7], 7: [5, 8, 9], 8: [5], 9: [9, 5]}
+    def grammar(i, ids):
+        return [5] if len(ids) == 10 else follows[int(ids[-1])]         # a KeyError for all else
+    arguments = dict(max_new_tokens=30, prefix_allowed_tokens_fn=grammar)
+    expected = llama[0].generate(prompt_of(10), do_sample=False, **arguments)
+    assert torch.equal(sequoia.generate(*llama, prompt_of(10), do_sample=False, tree="kary:3x4", **arguments), expected)
+    text = sequoia.generate(*llama, prompt_of(10), do_sample=True, tree="kary:3x4", method=method, **arguments)[0, 10:].tolist()
+    assert text[0] == 5 and all(after in follows[before] for before, after in pairwise(text))
+
+
+def test_without_a_draft_it_decodes_plainly(llama):
+    planner = sequoia.Planner()
+    for draft in (None, llama[1], None):
+        out = sequoia.generate(llama[0], draft, prompt_of(10), max_new_tokens=20, do_sample=False, planner=planner)
+        assert torch.equal(out, llama[0].generate(prompt_of(10), max_new_tokens=20, do_sample=False))
+        planner.due = 0                                                  # plans again at the next step, if it may
+
+
 def test_drop_in_for_generate(llama):
     target, draft = llama
     arguments = dict(max_new_tokens=20, custom_generate=sequoia.decode, draft=draft, tree="9x4")
@@ -1988,8 +2031,9 @@ def test_what_cannot_be_decoded_is_a_clear_error(llama):
                                (dict(tree="100x2"), "largest"), (dict(method="magic"), "magic"), (dict(tree="kary:65x2"), "64 tokens")):
         with pytest.raises(ValueError, match=message):
             sequoia.generate(target, draft, prompt_of(10), max_new_tokens=5, do_sample=True, **arguments)
-    with pytest.raises(ValueError, match="needs a draft"):
-        sequoia.generate(target, None, prompt_of(10), max_new_tokens=5, tree="kary:2x3")
+    for tree in ("kary:2x3", "9x4"):
+        with pytest.raises(ValueError, match="needs a draft"):
+            sequoia.generate(target, None, prompt_of(10), max_new_tokens=5, tree=tree)
     with pytest.raises(ValueError, match="context only 256"):
         sequoia.generate(target, draft, prompt_of(257), max_new_tokens=5)
 
