@@ -10,10 +10,10 @@ This is the method of "Sequoia: Scalable and Robust Speculative Decoding" (NeurI
     T                Tree, tree                   section 3.1, a token tree; the root is the last token of the text
     P[k], p_k        acceptance_rates[k - 1]      Definition 3.2, the chance that the k-th child is accepted
     F(T)             expected_tokens              Proposition 3.4
-    T[n, d, b]       the dynamic program          equation 1, and the appendix for bounded depth d
+    T[n, d, b]       T(n, b) in _Subtrees         equation 1, and the appendix for bounded depth d; over all b, G(n, d)
     P, Q             target_probs, draft_probs    Algorithm 2, the distributions after one text
-    R, D             residual, draft              Algorithm 2, what is left of P and Q after rejections
-    t(n), c          Latency                      section 4, seconds of a target pass over n tokens, of a draft pass
+    R, D             residual, D                  Algorithm 2, what is left of P and Q after rejections
+    t(n), c          Latency                      section 4, seconds of a step of n nodes less its draft passes, of one pass
 
 Left out: training drafts, batched serving (a batch is decoded row by row), recurrent and encoder-decoder models.
 
@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -195,12 +195,10 @@ def _at_least_one(**values):
 def expected_tokens(tree: Tree, acceptance_rates) -> float:
     """F(T), the tokens that verifying the tree yields on average: the sum over its nodes of the product of the acceptance
     rates on the way there (Proposition 3.4). A child beyond the last rate is never accepted. Rates as in `optimal_tree`."""
-    rates = _check_rates(acceptance_rates)
-    rates = np.pad(rates, ((0, 0), (0, max(0, tree.size - rates.shape[1]))))
-    score = [1.0]
+    rates, score = _check_rates(acceptance_rates), [1.0]
     for node, parent in enumerate(tree.parents[1:], 1):
-        level = min(tree.depths[parent], len(rates) - 1)
-        score.append(score[parent] * rates[level, tree.ranks[node]])
+        level, rank = min(tree.depths[parent], len(rates) - 1), tree.ranks[node]
+        score.append(score[parent] * rates[level, rank] if rank < rates.shape[1] else 0.0)
     return float(sum(score))
 
 
@@ -222,11 +220,11 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
-    _at_least_one(size=size)
     program = _DynamicProgram(acceptance_rates, size, depth, max_branch)
     depth = depth or program.levels_that_matter()
-    if not np.isfinite(program.best(0, depth).value[size]):
-        largest = int(np.isfinite(program.best(0, depth).value).nonzero()[0].max())
+    possible = np.isfinite(program.best(0, depth).value).nonzero()[0]
+    if size not in possible:
+        largest = int(possible.max())
         raise ValueError(f"no tree of {size} nodes has at most {depth} levels and {program.rates.shape[1]} children a node "
                          f"(one for each rate, up to max_branch): the largest has {largest}")
     parents, queue = [-1], deque([(0, 0, size)])                     # (node, its level, the size of its subtree)
@@ -249,8 +247,8 @@ class _DynamicProgram:
         """The best subtrees of every size, rooted on `level`, with at most `depth` levels."""
         level = min(level, len(self.rates) - 1)
         if (level, depth) not in self.solved:
-            for lower in range(1, depth - (len(self.rates) - 1 - level)):      # the shared last row first, bottom up: a
-                self.best(len(self.rates) - 1, lower)                          # chain of 4,096 levels needs no recursion
+            for lower in range(1, depth - (len(self.rates) - 1 - level)):      # bottom up: no recursion 4,096 levels deep
+                self.best(len(self.rates) - 1, lower)
             below = self.best(level + 1, depth - 1) if depth > 1 else None
             self.solved[level, depth] = _Subtrees(self.rates[level], self.size, below)
         return self.solved[level, depth]
@@ -275,7 +273,8 @@ class _Subtrees:
         self.given, by_branch = [], [np.full(size + 1, -np.inf)]                  # the maximising m, and T(., b)
         by_branch[0][1] = 1.0                                                     # T(1, 0): the root alone
         for rate in rates if below else ():
-            value, given = _max_plus(by_branch[-1], np.where(below.value > 0, rate * below.value.clip(0), -np.inf))
+            gain = np.where(below.value > 0, rate * below.value.clip(0), -np.inf)     # subtle: 0 times -inf would be NaN
+            value, given = _max_plus(by_branch[-1], gain)
             by_branch.append(value)
             self.given.append(given)
         self.value = np.max(by_branch, axis=0)                                    # G(n) = max over b of T(n, b), (size + 1,)
@@ -297,8 +296,8 @@ def _max_plus(a: np.ndarray, b: np.ndarray, block: int = 64) -> tuple[np.ndarray
     shifted = np.concatenate([np.full(size, -np.inf), a])
     for start in range(0, size, block):
         stop = min(start + block, size)
-        rows = np.lib.stride_tricks.sliding_window_view(shifted[start + size - stop + 1: stop + size], stop)  # [i, j]:
-        sums = rows + b[stop - 1::-1]                                             # a[start + i - m], m = stop - 1 - j
+        rows = np.lib.stride_tricks.sliding_window_view(shifted[start + size - stop + 1: stop + size], stop)
+        sums = rows + b[stop - 1::-1]                    # [i, j]: a[n - m] + b[m], where n = start + i, m = stop - 1 - j
         j = sums.argmax(axis=1)
         best[start:stop] = stop - 1 - j
         c[start:stop] = sums[np.arange(stop - start), j]
@@ -335,7 +334,7 @@ EPSILON = 1e-30          # more probability for each token of a draft drawn from
 
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k independent tokens, (..., V) -> (..., k): where uniform numbers fall among the cumulated probabilities. Subtle:
+    """k independent tokens, (..., V) -> (..., k): where uniform numbers fall among the cumulative probabilities. Subtle:
     torch.multinomial would ask the host whether these are probabilities, which a CUDA graph cannot hold."""
     cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.rand((*probs.shape[:-1], k), generator=generator, dtype=torch.float64, device=probs.device)
@@ -366,18 +365,18 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def _ratios_in_turn(target_probs, draft_probs, tokens, with_child, noise, replacement):
-    """Algorithm 2, whose blue lines (a rejected token leaves the draft) are those under `if not replacement`."""
-    residual, draft = target_probs, draft_probs[: with_child[0] if with_child else 0] + (0 if replacement else EPSILON)
-    ratios = residual.new_zeros(tokens.shape)
+    """Algorithm 2. Its blue lines, by which a rejected token leaves the draft, are the call of `_without`."""
+    residual, ratios = target_probs, target_probs.new_zeros(tokens.shape)
+    D = draft_probs if replacement else draft_probs + EPSILON
     for i, n in enumerate(with_child):
-        token, R, D = tokens[:n, i : i + 1], residual[:n], draft                                 # (n, 1), (n, V), (n, V)
+        token, R = tokens[:n, i : i + 1], residual[:n]                                           # (n, 1), (n, V); D: (n, V)
         ratios[:n, i : i + 1] = R.gather(1, token) / D.gather(1, token)                          # R[s] / D[s]
         if noise is not None and noise.is_cpu and (noise < ratios).any(dim=1).all():
             break
         R = _normalise((R - D).clamp(min=0), otherwise=R)                                        # R <- norm(max(R - D, 0))
         residual = R if n == len(residual) else torch.cat([R, residual[n:]])
         n = [*with_child, 0][i + 1]                                                              # the rows with one more child
-        draft = D[:n] if replacement or not n else _without(D[:n], token[:n])
+        D = D[:n] if replacement or not n else _without(D[:n], token[:n])
     return ratios, residual
 
 
@@ -447,12 +446,12 @@ class TreeLayout:
         self.levels = [Families.of(tree, [node for node in range(tree.size) if tree.depths[node] == level], device)
                        for level in range(tree.depth - 1)]
         self.inner = Families.of(tree, range(tree.size), device)                     # of all levels together
-        by_level = torch.cat([level.nodes for level in self.levels]).tolist() if self.levels else []
+        by_level = [node for level in self.levels for node in level.nodes.tolist()]
         self.row = torch.tensor([by_level.index(node) for node in self.inner.nodes.tolist()], device=device, dtype=torch.long)
         self.row_in_level = {node: row for level in self.levels for row, node in enumerate(level.nodes.tolist())}
         self.paths = [row.nonzero()[1:, 0].tolist() for row in tree.mask]            # below the root, the node itself last
-        self.path = torch.tensor([path + [node] * (tree.depth - 1 - len(path)) for node, path in enumerate(self.paths)],
-                                 device=device, dtype=torch.long).reshape(tree.size, tree.depth - 1)     # its end repeated
+        padded = [path + [node] * (tree.depth - 1 - len(path)) for node, path in enumerate(self.paths)]      # its end repeated
+        self.padded_paths = torch.tensor(padded, device=device, dtype=torch.long)    # (size, depth - 1)
         self.depth = torch.tensor(tree.depths, device=device)                        # (size,)
         self.parent = torch.tensor([max(parent, 0) for parent in tree.parents], device=device)       # (size,), the root's: 0
         order, stack = [], [0]                                                       # the root, its last child's subtree, ...
@@ -519,7 +518,7 @@ class Method:
 
 
 class Greedy(Method):
-    """What every method becomes as the temperature goes to 0: the target's choice is put out, accepted where it is a child."""
+    """What every method becomes as the temperature goes to 0: the target's top token is emitted, accepted if it is a child."""
 
     def verify_tree(self, layout, tokens, target_probs, draft_probs, generator=None, static=False, observe=None):
         """As the walk of all methods, with nothing but comparisons."""
@@ -528,7 +527,7 @@ class Greedy(Method):
         if static:
             choice = target_probs(range(layout.tree.size)).argmax(dim=1)                         # (size,)
             right = (tokens == choice[layout.parent]) | (layout.depth == 0)                      # is it its parent's choice?
-            node = torch.where(right[layout.path].all(dim=1), layout.depth, -1).argmax(dim=0, keepdim=True)
+            node = torch.where(right[layout.padded_paths].all(dim=1), layout.depth, -1).argmax(dim=0, keepdim=True)
             return node, choice[node]
         node, proposed = 0, tokens.tolist()
         while True:
@@ -561,18 +560,18 @@ class Traversal(Method):
         residual = target_probs.clone()                                                          # (size, V)
         mass = torch.ones_like(residual[:, 0])                                                   # (size,), the root's stays 1
         for level, probs in zip(layout.levels, draft_probs):
-            draft, proposed = probs + EPSILON, tokens[level.child]                               # (nodes, V), (nodes, ranks)
+            D, proposed = probs + EPSILON, tokens[level.child]                                   # (nodes, V), (nodes, ranks)
             for rank, n in enumerate(level.with_child):
                 nodes, child = level.nodes[:n], level.child[:n, rank]
-                a, R, D, token = mass[nodes, None], residual[nodes], draft, proposed[:n, rank : rank + 1]
+                a, R, token = mass[nodes, None], residual[nodes], proposed[:n, rank : rank + 1]  # (n, 1), (n, V), (n, 1)
                 p, q = a * R.gather(1, token), D.gather(1, token)
                 mass[child] = (p / q).clamp_(max=1)[:, 0]                                        # a R[t] / D[t]
                 left = (a * R - D).clamp(min=0)
-                total = left.sum(dim=1, keepdim=True)
-                mass[nodes] = torch.where(total > 0, total / (total + (1 - a)), a.floor())[:, 0]   # s / (s + 1 - a)
-                residual[nodes] = torch.where(total > 0, left / total, R)
+                s = left.sum(dim=1, keepdim=True)
+                mass[nodes] = torch.where(s > 0, s / (s + (1 - a)), a.floor())[:, 0]             # 0 / 0, at a = 1, being 1
+                residual[nodes] = torch.where(s > 0, left / s, R)
                 n = [*level.with_child, 0][rank + 1]                                             # those with one more child
-                draft = _without(D[:n], token[:n])
+                D = _without(D[:n], token[:n])
         return mass, residual
 
 
@@ -600,7 +599,7 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
     """Proposes k children from draft_probs and verifies them against target_probs, for every row of a batch.
 
     target_probs, draft_probs: (..., V), rows that sum to 1. Returns (rank, token), (...) each: the accepted child's rank, -1
-    where none was accepted, and the token put out, which is distributed exactly as target_probs. Raises ValueError for
+    where none was accepted, and the emitted token, which is distributed exactly as target_probs. Raises ValueError for
     negative or NaN probabilities, rows that do not sum to 1, shapes that differ, k outside 1 .. V, an unknown method.
 
     >>> P, Q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.5, 0.3])
@@ -644,7 +643,7 @@ class Frame:
 
     def place(self, base: Tensor, all_slots: Tensor, last: Tensor) -> "Place":
         """Where the nodes stand if the stem has slot and position `base`, among these slots (visible,). Nodes beyond the
-        text's `last` position, which will not be put out, stand there: a later one may have no embedding."""
+        text's `last` position, which will not be emitted, share that position: a later one may have no embedding."""
         slots, positions = base + self.slots, torch.minimum(base + self.depths, last)
         bias = self.bias.index_select(1, (all_slots - base).clamp(-1, self.size) + 1)
         return Place(slots, positions, all_slots, bias)
@@ -712,7 +711,7 @@ class CachedModel:
             buffer[:, :, len(prompt) :] = 0                  # a NaN of an earlier text would show through any mask
 
     def reserve(self, capacity: int):
-        """Makes room for so many slots, at least; what is there stays."""
+        """Makes room for at least this many slots; what is there stays."""
         if capacity > self.capacity:
             grown = [old.new_zeros(*old.shape[:2], capacity, old.shape[3]) for old in self.buffers]
             for new, old in zip(grown, self.buffers):                                            # (entries, heads, slots, dim)
@@ -745,9 +744,9 @@ class CachedModel:
 
 
 def enough(nodes: Tensor) -> Tensor:
-    """What to feed for these nodes: (nodes,) -> (3 or more,), they themselves last. Subtle: one or two rows take a CPU's
-    matrix library longer than three to six, by up to a half. So few are fed as four, the first again and again: the same
-    entries go to the same slots."""
+    """What to feed for these nodes, (nodes,), they themselves last. Subtle: a CPU's matrix library takes longer over one or
+    two rows than over three to six, by up to a half. So one or two are padded to four with copies of the first, which write
+    the same entries to the same slots."""
     return nodes if len(nodes) > 2 or not nodes.is_cpu else torch.cat([nodes[:1].expand(4 - len(nodes)), nodes])
 
 
@@ -793,6 +792,10 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
+CUTTING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)         # they rule out all but the likeliest tokens
+HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
+
+
 class Decoder:
     """Decodes texts: the prompt once, then step by step. Each step grows a tree with the draft, runs the target over all of
     it in one pass, verifies, and keeps the entries of the accepted path."""
@@ -810,7 +813,7 @@ class Decoder:
         models = [(model, model.dtype) for model in (target, draft) if model is not None]
         self.made_from = [models, device, self.asked, numbers_of(processors), generator, cuda_graph, observe, self.whole]
         zeros = functools.partial(torch.zeros, dtype=torch.long, device=device)
-        self.base, self.last = zeros(1), zeros(1)                        # (1,) the stem's slot, the text's last
+        self.base, self.last = zeros(1), zeros(1)                        # (1,) the stem's slot, the text's last position
         self.tokens = zeros(2)                                           # of stem and root; once planted, (frame.size,)
         self.peaks, self.ruled = [], {}                                  # rows' largest scores, (rows,); what `processed` gave
 
@@ -823,8 +826,8 @@ class Decoder:
         self.method = GREEDY if self.greedy else find_method("sequoia" if self.asked == "auto" else self.asked)
         self.vocabulary, self.history, self.row_of_batch = self.target.logits.shape[-1], history, row_of_batch
         self.length, self.limit = len(prompt) - 1, max_length - history.shape[1] + len(prompt)
-        self.base.fill_(self.length)
-        self.last.fill_(self.limit - 1)
+        self.base.fill_(self.length)                                     # of which `length` is the host's own copy
+        self.last.fill_(self.limit - 1)                                  # `limit`: tokens that the whole text may have
         self.static, self.peaks = False, []                              # here the host walks from node to node
         first = self.agree(sample(self.target_probs(self.target.logits[-1:], []), self.generator))
         self.tokens[:2], self.first = torch.cat([prompt[-1:], first]), int(first)
@@ -868,10 +871,9 @@ class Decoder:
     def step(self) -> Step:
         """Grow the tree, run the target over it, verify, keep the accepted path."""
         self.prepared = self.prepared or self.prepare()
-        report = self.prepared().tolist()                                        # the step's one copy to the host
-        (healthy, node, token), tree = report[:3], self.layout.tree
+        healthy, node, token, *node_tokens = self.prepared().tolist()            # the step's one copy to the host
         self.expect(healthy)
-        step = Step(tree, report[3:], self.layout.paths[node], token)
+        step = Step(self.layout.tree, node_tokens, self.layout.paths[node], token)
         self.length += len(step.tokens)
         if self.needs_history:
             known = step.node_tokens[:1] + step.tokens[:-1]                      # the root; the last token is the next root
@@ -883,10 +885,11 @@ class Decoder:
         anything, so that a CUDA graph can hold it."""
         return self.judge(*self.grow())
 
-    def grow(self) -> tuple[Place, list[Tensor], Tensor]:
+    def grow(self) -> tuple[Place, list[Tensor], list[Tensor]]:
         """The first half: fills in the tree's tokens, level by level. Returns where the tree stands, the draft's
         distributions, (nodes, V) a level, and each row's largest score."""
-        levels, place, self.peaks = [], self.place(), []
+        used = slice(None if self.static else self.length + self.frame.size)     # the host sees the slots in use, no more
+        levels, place, self.peaks = [], self.frame.place(self.base, self.all_slots[used], self.last), []
         for depth, level in enumerate(self.layout.levels):
             logits = self.draft(self.tokens, place, self.fed[depth])[-len(level.nodes):]
             levels.append(self.draft_probs(logits, level.nodes))
@@ -914,7 +917,7 @@ class Decoder:
 
     def keep(self, place, node, token):
         """Moves the accepted nodes' entries behind the root's; the last accepted node is the next stem, the token its root."""
-        path = self.layout.path[node][0]                                                                 # (depth - 1,)
+        path = self.layout.padded_paths[node][0]                                                         # (depth - 1,)
         path = path if self.static else path[: self.layout.tree.depths[node]]
         if len(path):
             source, destination = place.slots[path + 1], place.slots[2 : len(path) + 2]
@@ -923,21 +926,13 @@ class Decoder:
         self.tokens[:2] = torch.cat([self.tokens[node + 1], token])
         self.base += self.layout.depth[node] + 1
 
-    def place(self) -> Place:
-        """Where the tree stands now; on the host only among the slots in use."""
-        used = slice(None if self.static else self.length + self.frame.size)
-        return self.frame.place(self.base, self.all_slots[used], self.last)
-
     def draft_probs(self, logits, nodes):
         """The draft's distribution after these nodes of one level, (rows, V). What top-p and its like cut off keeps a
         thousandth of its probability: so once the rest is used up it is drawn, and not any token at all."""
         probs = self.scores(logits, nodes).softmax(dim=1)
         if self.needs_history or not any(isinstance(processor, CUTTING) for processor in self.processors):
             return probs
-        whole = nn.functional.pad(logits.float(), (0, probs.shape[1] - logits.shape[1]), value=-torch.inf)
-        for processor in self.processors:
-            whole = whole if isinstance(processor, CUTTING) else processor(self.history, whole)
-        return 0.999 * probs + 0.001 * whole.softmax(dim=1)
+        return 0.999 * probs + 0.001 * self.scores(logits, nodes, without=CUTTING).softmax(dim=1)
 
     def target_probs(self, logits, nodes):
         """The target's distribution after these nodes, (rows, V): one-hot when greedy. The draft's is not, and its children
@@ -947,14 +942,14 @@ class Decoder:
             return scores.softmax(dim=1)
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1)
 
-    def scores(self, logits, nodes):
+    def scores(self, logits, nodes, without=()):
         """The processed float32 scores, (rows, V), of these nodes. Tokens the target lacks are cut off, those the draft lacks
-        get -inf. Processors that look at the history see each node's own path, one by one."""
+        get -inf. Processors that look at the history see each node's own path, one by one; `without` leaves out others."""
         missing = self.vocabulary - logits.shape[-1]
         scores = logits.float() if missing == 0 else nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         if not self.needs_history:
             for processor in self.processors:                            # the list itself would inspect each one's signature
-                scores = processor(self.history, scores)
+                scores = scores if isinstance(processor, without) else processor(self.history, scores)
         else:
             scores = torch.cat([self.processed(node, one[None]) for node, one in zip([*map(int, nodes)] or [None], scores)])
         self.peaks.append(scores.amax(dim=1))
@@ -1059,10 +1054,6 @@ def numbers_of(processors) -> list:
             for processor in processors]
 
 
-CUTTING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 7  Passes: packed and recorded for a CPU, compiled for a GPU; weights that stream past a small device, or are shared out
 
@@ -1088,7 +1079,7 @@ class PackedLinear(nn.Module):
 
 
 class Waiting(nn.Module):
-    """A layer whose output has been computed by an elder sibling."""
+    """A layer whose output has been computed by an earlier sibling."""
 
     def __init__(self, packed: PackedLinear):
         super().__init__()
@@ -1099,7 +1090,7 @@ class Waiting(nn.Module):
         return self.packed[0].waiting.pop(0)
 
 
-def _packed_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]):
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -1149,8 +1140,8 @@ def siblings(model) -> list[tuple]:
 
 
 def trial(model) -> tuple["CachedModel", Callable]:
-    """A small cache to try passes out with, and a function of (nodes, stem) that gives the inputs of a pass over the first so
-    many nodes of a binary tree whose stem has that slot: up to 32 slots are seen, of 33."""
+    """A small cache to try passes out with, and a function of (nodes, stem): the inputs of a pass over the first `nodes` nodes
+    of a binary tree whose stem has slot `stem`. A pass sees at most 32 of the 33 slots."""
     scratch, frame = CachedModel(model), Frame(k_ary(2, 4), model.device)
     scratch.feed(torch.arange(4, device=model.device))
     scratch.reserve(33)
@@ -1172,13 +1163,12 @@ def record(model):
     those of a mixture of experts do), it is compared with the plain pass on other tokens and other shapes, bit for bit."""
     (scratch, example), weights = trial(model), tuple(m.weight for m in model.modules() if isinstance(m, PackedLinear))
 
-    def run(*inputs):                                                    # the last input, the weights: a trace holds no
-        return scratch.run(*inputs[:-1])                                 # opaque ones
+    def run(*inputs):                                    # subtle: the last are the weights; a trace cannot hold opaque tensors
+        return scratch.run(*inputs[:-1])
 
-    grouped = mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1")         # keys that heads share are not repeated
     with warnings.catch_warnings(), contextlib.suppress(RuntimeError, AttributeError):
         warnings.simplefilter("ignore")                                  # that traces are deprecated, and may not generalise
-        with grouped:
+        with mock.patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="1"):         # keys that heads share are not repeated
             traced = torch.jit.trace(run, (*example(3, 3), weights), check_trace=False)
         for simplify in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
             getattr(torch._C, f"_jit_pass_{simplify}")(traced.graph)
@@ -1277,7 +1267,7 @@ def offload(model, device, resident: int | str = "auto", buffers: int = 2):
     """Moves a model to the device, all but its decoder layers: their weights stay in host memory and stream from there, pass
     after pass. Changes the model in place and returns it.
 
-    resident: so many layers, the first ones, live on the device as embeddings, norms and head do; "auto": as many as fit into
+    resident: how many layers, from the first, live on the device as embeddings, norms and head do; "auto": as many as fit into
     its free memory, on a CPU none. buffers: layers on the device beside those, one in use and the others on their way.
     Raises ValueError for an unknown device, a packed model, one without a list of decoder layers."""
     return stream_layers(model, check_streaming(device, resident, buffers), resident, buffers, model.dtype, files=[])
@@ -1288,8 +1278,8 @@ def load_offloaded(name: str, dtype: torch.dtype, device, resident: int | str = 
     so that it may be larger than all memory; what is stored in another dtype is converted as it comes. The other arguments
     are `offload`'s. Raises ValueError for files that lack some of its weights."""
     device, config, as_type = check_streaming(device, resident, buffers), AutoConfig.from_pretrained(name), dtype
-    if device.type == "cpu":                     # subtle: transformers maps weights that keep their dtype, and reads others;
-        config.dtype, as_type = None, "auto"     # it is that of the files if the configuration says nothing else
+    if device.type == "cpu":                     # subtle: transformers maps only weights that keep their file's dtype;
+        config.dtype, as_type = None, "auto"     # "auto" keeps it if the configuration names none
     try:
         model, found = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=as_type, output_loading_info=True,
                                                             ignore_mismatched_sizes=True)
@@ -1459,16 +1449,16 @@ class Acceptance:
     """Accepted over tried, counted by level and rank. What is not known yet is filled in from the prior, which counts like
     `prior_weight` children tried."""
 
-    def __init__(self, levels: int = 24, prior=PRIOR, prior_weight: float = 8.0):
-        self.prior, self.prior_weight = np.asarray(prior, dtype=np.float64), prior_weight
-        self.tried, self.accepted = np.zeros((2, levels, len(self.prior)))
+    def __init__(self, prior_weight: float = 8.0):
+        self.prior, self.prior_weight = PRIOR, prior_weight
+        self.tried, self.accepted = np.zeros((2, 24, len(PRIOR)))        # (levels, ranks) each
 
-    def count(self, level: int, children: int, rank: int, times: float = 1.0):
-        """A node on this level had so many children, of which that of this rank was accepted, -1: none."""
+    def count(self, level: int, children: int, rank: int):
+        """A node on this level had this many children, of which the one of this rank was accepted; -1: none was."""
         level, seen = min(level, len(self.tried) - 1), min(children if rank < 0 else rank + 1, len(self.prior))
-        self.tried[level, :seen] += times
+        self.tried[level, :seen] += 1
         if 0 <= rank < seen:
-            self.accepted[level, rank] += times
+            self.accepted[level, rank] += 1
 
     def count_step(self, step: Step):
         """All that one step has shown."""
@@ -1482,16 +1472,15 @@ class Acceptance:
         """The acceptance rates: P[k], the chance that child k is accepted, is the chance that it is when tried times the
         chance that it is tried. (ranks,) over all levels together; or (levels, ranks), where what is known of a level is the
         prior of the next: a path that was right so far tends to go on being right."""
-        reached = 1 - np.concatenate([[0], self.prior.cumsum()[:-1]])
         tried, accepted = self.tried[:levels], self.accepted[:levels]
         if levels is None:
             tried, accepted = tried.sum(axis=0, keepdims=True), accepted.sum(axis=0, keepdims=True)
-        when_tried = [self.prior / reached]
+        when_tried = [self.prior / (1 - np.concatenate([[0], self.prior.cumsum()[:-1]]))]
         for n, hits in zip(tried, accepted):
             when_tried.append((hits + self.prior_weight * when_tried[-1]) / (n + self.prior_weight))
         when_tried = np.stack(when_tried[1:])
-        rejected = np.pad(np.cumprod(1 - when_tried, axis=1), ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-        return when_tried[0] * rejected[0] if levels is None else when_tried * rejected
+        reached = np.pad(np.cumprod(1 - when_tried, axis=1), ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+        return when_tried[0] * reached[0] if levels is None else when_tried * reached
 
 
 def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method = METHODS["sequoia"], children: int = 4,
@@ -1503,7 +1492,7 @@ def measure_acceptance(target_probs: Tensor, draft_probs: Tensor, method: Method
     acceptance, run = acceptance or Acceptance(), 0
     proposals = method.propose(draft_probs, min(children, target_probs.shape[1]), generator)
     ranks, tokens = method.verify(target_probs, draft_probs, proposals, generator)
-    right = ((ranks >= 0) & (tokens == text) if text is not None else torch.zeros_like(ranks, dtype=torch.bool)).tolist()
+    right = ((ranks >= 0) & (tokens == (-1 if text is None else text))).tolist()
     for rank, goes_on in zip(ranks.tolist(), right):
         for level in range(run + 1):
             acceptance.count(level, proposals.shape[1], rank)
@@ -1519,9 +1508,9 @@ class Latency(NamedTuple):
     draft: list
 
     def step(self, size, depth):
-        """Seconds of a step, for arrays of tree sizes and depths: t(n) + levels c."""
-        levels = np.maximum(depth - 1, 1)
-        return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(size / levels, self.widths, self.draft)
+        """Seconds of a step, for arrays of tree sizes n and depths d: t(n) + (d - 1) c, as the root's level is not grown."""
+        width = (size - 1) / np.maximum(depth - 1, 1)
+        return np.interp(size, self.sizes, self.target) + (depth - 1) * np.interp(width, self.widths, self.draft)
 
     def speedup(self, tree: Tree, acceptance_rates) -> float:
         """What a tree promises over plain decoding."""
@@ -1607,7 +1596,7 @@ class Plan:
 
 
 def plan(rates, latency: Latency, max_depth: int | None = None, max_branch: int | None = None) -> Plan:
-    """The tree size n and depth d that maximise G(n, d) / (t(n) + levels c), over all sizes up to the largest timed one and
+    """The tree size n and depth d that maximise G(n, d) / (t(n) + (d - 1) c), over all sizes up to the largest timed one and
     all depths, by default up to twice a binary tree's, at once."""
     size = latency.sizes[-1]
     table = expected_tokens_table(rates, size, min(max_depth or 2 * size.bit_length(), size), max_branch)[1:, 1:]
@@ -1652,8 +1641,8 @@ class Planner:
             if self.latency is None:
                 with decoder.rehearsal(seed=0):
                     self.restore(decoder)
-            if decoder.asked == "auto":
-                decoder.method = find_method(self.method or "sequoia")
+            if decoder.asked == "auto" and self.method:
+                decoder.method = METHODS[self.method]
         if not decoder.needs_history and self.acceptance.tried[0, 0] < 256:
             with decoder.rehearsal(seed=0):                              # the same whether times were measured or read
                 self.look_at_prompt(decoder)
@@ -1673,7 +1662,7 @@ class Planner:
         """Counts what a step has shown. Returns a better tree to go on with, where there is one."""
         self.acceptance.count_step(step)
         self.steps += 1
-        return self.choose() if spec == "auto" and self.adapt else None
+        return self.choose() if spec == "auto" else None
 
     def choose(self) -> Tree | None:
         """Plans, the first time and then whenever as much again has been seen. Returns the tree if it is a new one."""
@@ -1778,7 +1767,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
         raise ValueError(f"tree speculation samples or is greedy; num_beams must be 1, got {config.num_beams}")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise ValueError(f"{name}=True is not supported: a step's passes do not line up with the tokens put out")
+            raise ValueError(f"{name}=True is not supported: a step's passes do not line up with the emitted tokens")
     if "inputs_embeds" in model_kwargs or (past := model_kwargs.get("past_key_values")) and past.get_seq_length() > 0:
         raise ValueError("tree speculation starts from input_ids alone; got inputs_embeds or a filled past_key_values")
     if input_ids.shape[1] == 0:
@@ -1838,15 +1827,15 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
 def parse_tree(spec) -> "Tree | str":
     """A tree from its description: sequences:KxL, kary:KxD, none (the root alone: plain decoding). auto and SIZExDEPTH stay
     text, since the optimal tree depends on the pair."""
-    kind, _, numbers = ("", "", "") if isinstance(spec, Tree) else str(spec).rpartition(":")
+    if isinstance(spec, Tree) or spec == "auto":
+        return spec
+    if spec == "none":
+        return Tree([-1])
+    kind, _, numbers = str(spec).rpartition(":")
     try:
-        if isinstance(spec, Tree) or numbers == "auto":
-            return spec
-        if numbers == "none":
-            return Tree([-1])
         a, b = map(int, numbers.split("x"))
         _at_least_one(size=a, depth=b)
-        return {"": lambda a, b: f"{a}x{b}", "sequences": sequences, "kary": k_ary}[kind](a, b)
+        return {"": "{}x{}".format, "sequences": sequences, "kary": k_ary}[kind](a, b)
     except (KeyError, ValueError) as error:
         raise ValueError(f"a tree is auto, SIZExDEPTH, sequences:KxL, kary:KxD or none, got {spec!r}") from error
 
@@ -1872,10 +1861,8 @@ def arguments(argv=None):
     add = parser.add_argument
     add("command", nargs="?", default="decode", choices=("decode", "plan"), help="decode a prompt, or only plan: time the "
         "pair, count on the prompt and its continuation what is accepted, show the curves, and keep the plan (decode)")
-    add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or a hub name (the "
-                                                                   "bundled one)")
-    add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, over the same tokens (the "
-                                                                 "bundled one)")
+    add("--target", default=os.path.relpath(TINY / "target"), help="the model to decode with: a folder or hub name (bundled)")
+    add("--draft", default=os.path.relpath(TINY / "draft"), help="the small model that proposes, of the same tokens (bundled)")
     add("--prompt", default=PROMPT, help="the text to go on from, @FILE, or - for standard input (the head of a Python class)")
     add("--chat", action="store_true", help="put the prompt through the target's chat template, as the user's turn")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
@@ -1886,8 +1873,8 @@ def arguments(argv=None):
     add("--seed", type=int, default=0, help="the same seed and plan give the same text (0)")
     add("--method", default="auto", choices=["auto", *METHODS], help="how a node's children are drawn and verified (auto: "
                                                                      "traversal where the plan finds it faster, else sequoia)")
-    add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of so many "
-                                       "nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
+    add("--tree", default="auto", help="auto (planned for the pair and the machine), SIZExDEPTH (the optimal tree of that "
+                                       "many nodes and levels), sequences:KxL, kary:KxD, or none: plain decoding (auto)")
     add("--plan", metavar="FILE", help="where the measured times are kept (a file for each pair in the user's cache folder)")
     add("--replan", action="store_true", help="measure the times again, and keep what this text shows of the acceptance")
     add("--no-adapt", dest="adapt", action="store_false", help="do not plan again as evidence comes in")
@@ -1895,8 +1882,7 @@ def arguments(argv=None):
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it, else float32)")
     add("--offload", action="store_true", help="stream the target's layers: to a GPU from host memory, on a CPU from disk")
     add("--offload-buffers", type=int, default=2, metavar="N", help="layers on the device at a time (2)")
-    add("--offload-resident", default="auto", metavar="N", help="layers that stay on the device (auto: all that fit; on a CPU "
-                                                                "none)")
+    add("--offload-resident", default="auto", metavar="N", help="layers kept on the device (auto: all that fit; CPU: none)")
     add("--compile", action="store_true", help="on a GPU, compile both models' passes: a longer start, shorter steps")
     add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="on a GPU, run each step operator by operator")
     add("--show-tree", action="store_true", help="draw each step's tree with its tokens, the accepted path in [brackets]")
@@ -1997,7 +1983,7 @@ class Printer:
             if self.walked and not step.tree.children[last]:
                 childless, drawn = self.text(step.node_tokens[last]), self.text(step.token)
                 print(f"  {childless} has no children: {drawn} is drawn from the target")
-            print(f"step {len(self.steps)} puts out {' '.join(map(self.text, step.tokens))}\n")
+            print(f"step {len(self.steps)} emits {' '.join(map(self.text, step.tokens))}\n")
             self.walked = []
         if self.show_tree:
             accepted = {0, *step.path}
@@ -2064,7 +2050,7 @@ class Printer:
 
 
 def main(argv=None) -> int:
-    """Returns the exit code: 0, 2 for what was asked wrongly, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 where another of torchrun's ranks has failed, 2 for a wrong request, 130 after Ctrl-C."""
     try:
         with contextlib.redirect_stdout(open(os.devnull, "w") if RANK else sys.stdout):
             code = run(arguments(argv))
@@ -2090,7 +2076,7 @@ def run(args) -> int:
     drafting = args.tree != "none" or args.command == "plan"
     draft = load(args.draft, args, say) if drafting else None            # first: what it leaves free is the target's
     target = load(args.target, args, say, large=True)
-    sampling = sampling_of(args, ids, tokenizer, target)
+    sampling = sampling_of(args, ids, target)
     planner = Planner(args.plan, args.adapt, args.replan or args.command == "plan")
 
     generator = torch.Generator(args.device)                             # one, so that the planner can keep the decoder
@@ -2133,18 +2119,17 @@ def be_quiet():
         transformers.utils.logging.disable_progress_bar()
 
 
-def sampling_of(args, ids, tokenizer, target) -> dict:
+GREEDILY = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+
+
+def sampling_of(args, ids, target) -> dict:
     """What transformers' generate is told. Raises ValueError for a prompt that fills the target's context."""
     context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     if ids.shape[1] >= context:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, but the model's context only {context}; shorten it")
     sampling = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p)
     return dict(sampling if args.temperature else GREEDILY, attention_mask=torch.ones_like(ids),
-                max_new_tokens=min(args.max_new_tokens, context - ids.shape[1]),
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
-
-
-GREEDILY = dict(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+                max_new_tokens=min(args.max_new_tokens, context - ids.shape[1]))
 
 
 def summary(args, printer, planner, tokenizer, target) -> dict:
@@ -2161,6 +2146,9 @@ def summary(args, printer, planner, tokenizer, target) -> dict:
         device=args.device, dtype=str(target.dtype)[6:], plan=planner.chosen and str(planner.chosen))
 
 
+COMPARED = dict(generate="transformers' generate", assisted="its assisted generation", plain="plain decoding here, no tree")
+
+
 def print_summary(result, planner):
     tree = result["tree"]
     print(f"\n\n{result['new_tokens']} tokens in {result['steps']} steps, {result['tokens_per_step']:.2f} tokens a step, "
@@ -2173,31 +2161,27 @@ def print_summary(result, planner):
         promised = planner.latency.step(tree["size"], tree["depth"])
         if not 0.5 < (slower := (result["step_seconds"] or promised) / promised) < 2:
             print(f"a step took {slower:.1f} times as long as when the plan was made; --replan measures again")
-    for name in ("generate", "assisted", "plain"):
+    for name, rival in COMPARED.items():
         if name in result:
             speed, times = result[name]["tokens_per_second"], result[f"speedup_over_{name}"]
-            print(f"{times:6.2f} times {COMPARED[name]}, which makes {speed:.1f} tokens a second")
+            print(f"{times:6.2f} times {rival}, which makes {speed:.1f} tokens a second")
     if "greedy_identical" in result:
         print(f"greedy output {'identical to' if result['greedy_identical'] else 'differs from'} transformers' generate")
 
 
 def print_plan(args, planner) -> int:
-    planner.chosen = None
-    tree, latency, rates = planner.choose(), planner.latency, planner.acceptance.rates()
+    best, latency, rates = planner.best(), planner.latency, planner.acceptance.rates()
     if args.json:
-        print(json.dumps(dict(latency=latency._asdict(), acceptance_rates=rates.tolist(), size=tree.size, depth=tree.depth,
-                              paths=tree.paths(), tokens_per_step=planner.chosen.tokens_per_step,
-                              speedup=planner.chosen.speedup, runner_up=planner.chosen.runner_up, file=str(planner.file))))
+        print(json.dumps(dict(latency=latency._asdict(), acceptance_rates=rates.tolist(), size=best.tree.size,
+                              depth=best.tree.depth, paths=best.tree.paths(), tokens_per_step=best.tokens_per_step,
+                              speedup=best.speedup, runner_up=best.runner_up, file=str(planner.file))))
         return 0
     for label, values, form in (("target: tokens in a pass", latency.sizes, ".0f"), ("        ms", latency.target, ".2f"),
                                 ("draft: tokens on a level", latency.widths, ".1f"), ("       ms", latency.draft, ".2f"),
                                 ("acceptance: child", range(1, 9), ".0f"), ("            rate", rates[:8], ".3f")):
         print(f"{label:<26}" + "".join(f"{1e3 * value if label.endswith('ms') else value:>8{form}}" for value in values))
-    print(f"\n{planner.chosen}\n\n{tree}\n\nkept in {planner.file}")
+    print(f"\n{best}\n\n{best.tree}\n\nkept in {planner.file}")
     return 0
-
-
-COMPARED = dict(generate="transformers' generate", assisted="its assisted generation", plain="plain decoding here, no tree")
 
 
 def compare(args, ids, sampling, decode_once, say, rounds: int = 3) -> dict:

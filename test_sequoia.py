@@ -422,7 +422,7 @@ def pairs_of_distributions(draw):
 
 
 def outcome(name, target_probs, draft_probs, k):
-    """What verifying k children comes to, exactly: the distribution of the token put out (V,), and each child's chance
+    """What verifying k children comes to, exactly: the distribution of the emitted token (V,), and each child's chance
     to be the accepted one (k,). The sum over all proposals; a test `noise < ratio` passes with chance min(ratio, 1)."""
     tokens, chances = all_proposals(name, draft_probs, k)
     rows = target_probs.expand(len(tokens), -1), draft_probs.expand(len(tokens), -1)
@@ -522,7 +522,7 @@ def test_methods_that_repeat_a_child_do_not_cover(name, accepted):
 
 
 def count_tokens(name, target_probs, draft_probs, k, samples, generator):
-    """How often each token is put out in `samples` runs of verification, (V,), through the vectorised code: as many rows
+    """How often each token is emitted in `samples` runs of verification, (V,), through the vectorised code: as many rows
     at once as a CPU's cache holds, which is several times faster than more."""
     counts, rows = torch.zeros(len(target_probs), dtype=torch.long), 2 ** (18 if DEVICE == "cpu" else 23) // len(target_probs)
     for start in range(0, samples, rows):
@@ -2027,7 +2027,7 @@ def test_stop_string_inside_an_accepted_run_ends_the_text():
 def test_what_cannot_be_decoded_is_a_clear_error(llama):
     target, draft = llama
     for arguments, message in ((dict(num_beams=2), "num_beams"), (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
-                               (dict(tree="12"), "SIZExDEPTH"), (dict(tree="kary:0x2"), "kary"), (dict(tree="9x"), "SIZExDEPTH"),
+                               (dict(tree="12"), "SIZExDEPTH"), (dict(tree="kary:0x2"), "kary"), (dict(tree="9x"), "SIZExDEPTH"), (dict(tree="x:auto"), "SIZExDEPTH"),
                                (dict(tree="100x2"), "largest"), (dict(method="magic"), "magic"), (dict(tree="kary:65x2"), "64 tokens")):
         with pytest.raises(ValueError, match=message):
             sequoia.generate(target, draft, prompt_of(10), max_new_tokens=5, do_sample=True, **arguments)
