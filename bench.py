@@ -924,7 +924,7 @@ def split_step(pair, temperature, prompt, args, runs, name, read) -> dict:
 
     places = [(target, "recording" if hasattr(target, "recording") else "forward", "target"),
               (draft, "recording" if hasattr(draft, "recording") else "forward", "draft"),
-              (sequoia.Method, "verify_tree", "verify"), (sequoia.CachedModel, "move", "moves")]
+              (sequoia.Decoder, "verify", "verify"), (sequoia.CachedModel, "move", "moves")]
     with contextlib.ExitStack() as stack:
         for owner, attribute, part in places:
             stack.enter_context(mock.patch.object(owner, attribute, clock(part, getattr(owner, attribute))))
