@@ -945,6 +945,178 @@ def test_node_and_token_have_their_exact_chances_in_walk_and_static_program(name
     assert chi_square_tail(counts.flatten(), runs * chances.flatten()) > 1e-9
 
 
+@pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
+def test_a_long_path_is_followed_to_where_it_ends(method):
+    """Down chains of which the draft was right up to a node, for every such node."""
+    for length, static in product(range(1, 10), (False, True)):
+        layout, tokens, certain = sequoia.TreeLayout(sequoia.chain(length), "cpu"), torch.arange(length + 1), torch.eye(length + 2)
+        for right in range(length + 1):
+            target_probs = certain[[*range(1, right + 1)] + [length + 1] * (length + 1 - right)]
+            node, token = method.verify_tree(layout, tokens, lambda nodes: target_probs[list(nodes)],
+                                             [certain[i : i + 1] for i in range(1, length + 1)], static=static)
+            assert (node, token) == (right, length + 1)
+
+
+def test_joint_distribution_of_the_text_equals_the_targets_exactly(name, case):
+    """All proposals, all outcomes: the path, the token that follows, then the target's own, to the tree's depth."""
+    tree, target, draft = case
+    tokens, chances = all_tokens_of_a_tree(name, tree, draft)
+    target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+    last, following = outcomes(name, tree, tokens, target_probs, draft_probs)
+    number = numbers_of_paths(tree, tokens, vocab=len(target[0][0]))
+    ends = chances[:, None, None] * last[..., None] * following                               # (proposals, size, V)
+    text, exact = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for depth, probs in enumerate(target):                     # texts that have ended go on as the target would
+        text, exact = (joint.flatten()[:, None] * probs for joint in (text, exact))
+        for node in range(tree.size):
+            if tree.depths[node] == depth:
+                text.index_add_(0, number[:, node], ends[:, node])
+    torch.testing.assert_close(text, exact, rtol=0, atol=1e-6)
+
+
+def propose_tree(name, tree, draft, generator):
+    """The tokens of one tree, drawn node by node, (size,)."""
+    tokens = torch.zeros(tree.size, dtype=torch.long)
+    for node, children in enumerate(tree.children):
+        if children:
+            draft_probs = distributions_at(tree, tokens, draft)[node]
+            tokens[list(children)] = METHODS[name].propose(draft_probs, len(children), generator)
+    return tokens
+
+
+def leaf_by_leaf(tree, tokens, target_probs, draft_probs, noise):
+    """Traversal verification in the paper's own order: the first leaf is accepted with its whole path, or deleted,
+    which leaves its parent with another mass, residual and draft. Returns the node and what the next token is from."""
+    children, mass = [list(children) for children in tree.children], {0: 1.0}
+    R, D, tried = target_probs.clone(), draft_probs.clone(), [[] for _ in children]
+    while True:
+        leaf = 0
+        while children[leaf]:
+            parent, leaf = leaf, children[leaf][0]
+            t = tokens[leaf]
+            if leaf not in mass:                                            # seen for the first time
+                mass[leaf] = min(1.0, float(mass[parent] * R[parent, t] / D[parent, t]))
+        if leaf == 0 or noise[leaf] < mass[leaf]:
+            return leaf, R[leaf]
+        children[parent].remove(leaf)
+        tried[parent].append(t)
+        left = (mass[parent] * R[parent] - D[parent]).clamp(min=0)
+        s = float(left.sum())
+        R[parent] = left / s if s > 0 else R[parent]
+        mass[parent] = s / (s + (1 - mass[parent])) if s > 0 else 0.0       # with 0 it will be deleted, too
+        D[parent, t] = 0
+        if D[parent].sum() == 0 and len(tried[parent]) < len(D[parent]):
+            D[parent] = 1
+            D[parent, tried[parent]] = 0
+        D[parent] /= D[parent].sum().clamp(min=1e-300)                      # all tokens tried: the end, D is 0
+
+
+@given(trees_and_models())
+def test_traversal_equals_the_papers_order_leaf_by_leaf(case):
+    """With the same random number for each node: the same node, what may follow it, and the token drawn from that."""
+    (tree, target, draft), layout, method = case, sequoia.TreeLayout(case[0], "cpu"), METHODS["traversal"]
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        tokens, state = propose_tree("traversal", tree, draft, generator), generator.get_state()
+        target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+        rows = layout, tokens, lambda nodes: target_probs[list(nodes)], draft_of_levels(layout, draft_probs)
+        node, token = method.verify_tree(*rows, generator)
+        noise = torch.rand(tree.size, generator=generator.set_state(state), dtype=torch.float64)
+        expected, following = leaf_by_leaf(tree, tokens, target_probs, draft_probs, noise)
+        assert node.tolist() == [expected]
+        assert token.equal(sequoia.sample(following[None], generator))
+        _, residual = method.sweep(layout, tokens, target_probs, rows[3])
+        torch.testing.assert_close(residual[expected], following, rtol=0, atol=1e-9)
+
+
+def sweep(tree, target, draft, seed=0):
+    """Tokens proposed in a tree, what the models say after each node, and the masses and residuals of traversal."""
+    layout = sequoia.TreeLayout(tree, "cpu")
+    tokens = propose_tree("traversal", tree, draft, torch.Generator().manual_seed(seed))
+    target_probs, draft_probs = (distributions_at(tree, tokens, model) for model in (target, draft))
+    found = METHODS["traversal"].sweep(layout, tokens, target_probs, draft_of_levels(layout, draft_probs))
+    return tokens, target_probs, draft_probs, *found
+
+
+@given(trees_and_models([chain(length) for length in range(1, 6)]))
+def test_traversal_of_a_chain_equals_block_verification(case):
+    """Algorithm 2 of arXiv 2403.10444: the last i with noise_i <= h_i is accepted; its residual is drawn from next."""
+    tokens, M_b, M_s, mass, residual = sweep(*case)
+    last, p = len(tokens) - 1, 1.0                             # M_s after the last token plays no part
+    for i in range(last + 1):
+        if i > 0:
+            p = min(float(p * M_b[i - 1, tokens[i]] / M_s[i - 1, tokens[i]]), 1.0)
+        left = (p * M_b[i] - M_s[i]).clamp(min=0)
+        s = float(left.sum())
+        if i == last:
+            h, following = p, M_b[i]
+        elif s == 0:                                           # 0 / 0 if p is 1: then token i + 1 is accepted surely
+            continue
+        else:
+            h, following = s / (s + (1 - p)), left / s
+        assert mass[i].item() == pytest.approx(h, abs=1e-9)
+        if mass[i] > 0:
+            torch.testing.assert_close(residual[i], following, rtol=0, atol=1e-9)
+
+
+@given(trees_and_models([sequences(k, 1) for k in range(1, 4)]))
+def test_traversal_of_one_level_equals_sequoia(case):
+    tokens, target_probs, draft_probs, mass, residual = sweep(*case)
+    ratios, rest = METHODS["sequoia"].ratios(target_probs[:1], draft_probs[:1], tokens[None, 1:], [1] * len(tokens[1:]),
+                                             None)
+    assert mass.equal(torch.cat([torch.ones(1), ratios[0].clamp(max=1)]))
+    assert residual.equal(torch.cat([rest, target_probs[1:]]))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0, 1e-7, 1e-6, 1e-4]))
+def test_masses_are_chances_where_target_and_draft_differ_by_rounding(seed, difference):
+    """In float32, where s + 1 is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    draft_probs = torch.rand(1, 16, generator=generator)
+    target_probs = draft_probs * (1 + difference * torch.randn(1, 16, generator=generator))
+    target_probs, draft_probs = (probs / probs.sum() for probs in (target_probs, draft_probs))
+    layout = sequoia.TreeLayout(Tree([-1, 0, 0, 0, 1, 1]), "cpu")
+    method, tokens = METHODS["traversal"], torch.zeros(6, dtype=torch.long)
+    tokens[1:4], tokens[4:] = (method.propose(draft_probs[0], k, generator) for k in (3, 2))
+    mass, residual = method.sweep(layout, tokens, target_probs.expand(6, -1), [draft_probs, draft_probs])
+    assert mass[0] == 1 and (0 <= mass).all() and (mass <= 1).all()
+    torch.testing.assert_close(residual.sum(dim=1), torch.ones(6))
+
+
+TREE = Tree([-1, 0, 0, 1, 1, 2, 2, 2])    # most children not at the root, nor at a level's first node
+SOME = torch.stack([distribution(weights) for weights in ([7, 2, 1], [1, 4, 1], [0, 2, 3], [2, 3, 2], [1, 0, 5])])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_node_and_token_have_their_exact_chances_in_walk_and_static_program(name, static):
+    generator, runs = torch.Generator().manual_seed(11), 500
+    layout, (target, draft) = sequoia.TreeLayout(TREE, "cpu"), random_models(SOME, TREE.depth, generator)
+    tokens = propose_tree(name, TREE, draft, generator)
+    target_probs, draft_probs = (distributions_at(TREE, tokens, model) for model in (target, draft))
+    last, following = outcomes(name, TREE, tokens[None], target_probs[None], draft_probs[None])
+    chances, counts = last[0, :, None] * following[0], torch.zeros(TREE.size, 3)
+    for _ in range(runs):
+        node, token = METHODS[name].verify_tree(layout, tokens, lambda nodes: target_probs[list(nodes)],
+                                                draft_of_levels(layout, draft_probs), generator, static=static)
+        counts[node, token] += 1
+    assert chi_square_tail(counts.flatten(), runs * chances.flatten()) > 1e-9
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
+def test_a_long_path_is_followed_to_where_it_ends(method, length):
+    """Down a chain of which the draft was right up to a node, for every such node."""
+    layout, tokens = sequoia.TreeLayout(sequoia.chain(length), "cpu"), torch.arange(length + 1)
+    certain = torch.eye(length + 2)
+    for right in range(length + 1):
+        target_probs = certain[[*range(1, right + 1)] + [length + 1] * (length + 1 - right)]
+        for static in (False, True):
+            node, token = method.verify_tree(layout, tokens, lambda nodes: target_probs[list(nodes)],
+                                             [certain[i : i + 1] for i in range(1, length + 1)], static=static)
+            assert (node, token) == (right, length + 1)
+
+
 def test_joint_distribution_of_the_text_equals_the_targets_through_traversal():
     generator, runs = torch.Generator().manual_seed(2), 2000
     layout, (target, draft) = sequoia.TreeLayout(TREE, "cpu"), random_models(SOME, TREE.depth, generator)
