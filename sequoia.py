@@ -1778,7 +1778,7 @@ def decode(model, input_ids, logits_processor, stopping_criteria, generation_con
     if draft is None and tree != Tree([-1]):
         raise ValueError("a tree of more than its root needs a draft model; pass draft=..., or tree='none'")
     decoder = planner.reuse(Decoder(model, draft, input_ids.device, method, logits_processor, not config.do_sample, generator,
-                                   cuda_graph, observe))
+                                    cuda_graph, observe))
     mask = model_kwargs.get("attention_mask")
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -2078,7 +2078,6 @@ def run(args) -> int:
     target = load(args.target, args, say, large=True)
     sampling = sampling_of(args, ids, target)
     planner = Planner(args.plan, args.adapt, args.replan or args.command == "plan")
-
     generator = torch.Generator(args.device)                             # one, so that the planner can keep the decoder
 
     def decode_once(tree, printer=None, planner=planner, **changed):

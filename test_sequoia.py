@@ -2146,11 +2146,12 @@ def test_importing_is_silent():
 
 
 def test_readme_examples_run(monkeypatch):
-    """Every Python block of the README, in order, in one namespace."""
+    """Every Python block of the README, in order, in one namespace; and the tree that it shows is the one it says."""
     root = Path(sequoia.__file__).parent
     monkeypatch.chdir(root)
-    namespace, blocks = {}, re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 4
+    text = (root / "README.md").read_text(encoding="utf-8")
+    namespace, blocks = {}, re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 4 and f"```\n{optimal_tree([0.6, 0.2, 0.1], size=16, depth=6)}\n```" in text
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert abs(float((namespace["token"] == 0).float().mean()) - 0.7) < 0.01                            # P of the README
