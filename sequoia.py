@@ -792,7 +792,9 @@ class Decoder:
             self.latency = measure(self, prompt, history)
         yield self.begin(prompt, history)
         while True:
-            if self.layout is None or self.acceptance.steps % 128 == 0:
+            if self.layout is None or self.acceptance.steps >= self.due:
+                # Again when as much again has been seen.
+                self.due = max(128, 2 * self.acceptance.steps)
                 self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
             step = self.step()
             if self.on_step is not None:
@@ -984,6 +986,8 @@ def plan(rates, latency: Latency, tree: Tree | None = None) -> Plan:
         return tokens * latency.t[0] / (np.interp(size, latency.sizes, latency.t) + (depth - 1) * latency.c)
     if tree is None:
         largest = latency.sizes[-1]
+        # No node of so small a tree has use for more children.
+        rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
         G = expected_tokens_table(rates, largest, min(largest, 2 * largest.bit_length()))[1:, 1:].clip(0)
         n, d = np.mgrid[1 : G.shape[0] + 1, 1 : G.shape[1] + 1]
         n, d = np.unravel_index(speedup(G, n, d).argmax(), G.shape)
