@@ -1259,14 +1259,14 @@ def test_acceptance_rates_approach_the_true_ones():
     assert np.abs(acceptance.rates()[:2, :3] - true).max() < 0.02
 
 
-def test_the_plan_is_the_best_of_all_sizes_and_depths():
+def test_the_plan_is_the_deepest_within_2_percent_of_the_best_of_all_sizes_and_depths():
     rates, sizes = sequoia.PRIOR[:8], [1, 4, 16, 64]
     for t, c in (([1.0, 1.02, 1.1, 1.4], 0.05), ([1.0, 1.0, 1.0, 3.0], 0.3), ([1.0, 4.0, 16.0, 64.0], 1.0)):
         table, times = expected_tokens_table(rates, 64, 64), np.interp(range(65), sizes, t)
         promised = table[1:, 1:].clip(0) / (times[1:, None] + c * np.arange(64))
         found = sequoia.plan(rates, sequoia.Latency(sizes, t, c))
-        assert found.speedup == pytest.approx(promised.max())
-        assert promised[found.tree.size - 1, found.tree.depth - 1] == pytest.approx(promised.max())
+        near = (promised.max(axis=0) > 0.98 * promised.max()).nonzero()[0][-1]
+        assert found.tree.depth == near + 1 and found.speedup == pytest.approx(promised[:, near].max())
     assert found.tree == Tree([-1]) and found.speedup == 1
 
 
