@@ -794,7 +794,7 @@ class Decoder:
         while True:
             if self.layout is None or self.acceptance.steps >= self.due:
                 # Again when as much again has been seen.
-                self.due = max(128, 2 * self.acceptance.steps)
+                self.due = max(64, 2 * self.acceptance.steps)
                 self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
             step = self.step()
             if self.on_step is not None:
@@ -1048,6 +1048,9 @@ def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
             # Noise only adds to a time, so a larger tree never takes less.
             t[size] = max(seconds(tree) - (tree.depth - 1) * c, t[max(t)])
             size *= 2
+    # What one text has shown counts a quarter of what the texts to come will show.
+    counts = decoder.acceptance
+    counts.steps, counts.tried, counts.accepted = 0, counts.tried / 4, counts.accepted / 4
     decoder.layout = None
     return Latency(list(t), list(t.values()), c, clock() - start)
 
