@@ -213,7 +213,7 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     parents, queue = [-1], deque([(0, 0, size)])
     while queue:
         node, level, n = queue.popleft()
-        subtrees = best(level, depth - level).split(n)
+        subtrees = best(min(level, last), depth - level).split(n)
         queue.extend((len(parents) + i, level + 1, m) for i, m in enumerate(subtrees))
         parents.extend([node] * len(subtrees))
     return Tree(parents)
@@ -225,12 +225,10 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable[[int, 
     rates = _check_rates(acceptance_rates)[:, :max_branch]
 
     @functools.cache
-    def solve(level, depth):
-        return _Subtrees(rates[level], size, best(level + 1, depth - 1) if depth > 1 else None)
-
     def best(level, depth):
         # The last row holds for all deeper levels.
-        return solve(min(level, len(rates) - 1), depth)
+        below = best(min(level + 1, len(rates) - 1), depth - 1) if depth > 1 else None
+        return _Subtrees(rates[level], size, below)
     return best
 
 
@@ -240,8 +238,8 @@ class _Subtrees:
 
         T(n, b) = max over m of  T(n - m, b - 1) + P[b] G(m)                                  (equation 1)
 
-    where the b-th child gets m nodes. One child costs n^2 / 2 additions, every m for every n: trees of up to
-    d levels and b children a node cost d b n^2 / 2, a fraction of a second for hundreds of nodes."""
+    where the b-th child gets m nodes. One child costs n^2 additions, all m for all n (half would do, m <= n):
+    so trees of up to d levels and b children a node cost d b n^2, for each row of rates."""
 
     def __init__(self, rates, size, below):
         self.given, by_branch = [], [np.full(size + 1, -np.inf)]
@@ -379,7 +377,7 @@ def ratios_of_spectr(P, Q, tokens, noise):
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
     Q[t]), which must not exceed P[t]: tries <= rho is enough. A smaller rho accepts more, so the smallest is
-    found by bisection, since tries falls as rho rises. What is then missing of P is the residual."""
+    found by bisection: tries / rho falls as rho rises. What is then missing of P is the residual."""
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
     def tries(beta):
         return torch.where(beta > 1e-6, (1 - (1 - beta).clamp(min=0) ** k) / beta, k.to(P.dtype))
@@ -549,7 +547,7 @@ def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method:
 #
 # Node -1 is the token before the root. The draft is fed it again with the root: it may have been a leaf of
 # the last tree, which a draft is never fed, so that its entry is missing. It is the root's parent, -1, and
-# where Python finds index -1: the last entry of every array below.
+# where Python finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Layout:
@@ -583,7 +581,7 @@ class Layout:
         # From the root to each node, which is repeated to fill its row.
         paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
         self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
-        # Infinity at the end of its ranks sorts a node behind all below it.
+        # A large number at the end of its ranks sorts a node behind all below it.
         ranks = [(), *tree.paths()]
         self.post_order = tensor(sorted(range(tree.size), key=lambda node: (*ranks[node], sys.maxsize)))
 
@@ -715,9 +713,9 @@ class Decoder:
                  cuda_graph=True):
         self.tree = Tree([-1]) if draft is None and tree == "auto" else tree
         self.models = [target] if self.tree == Tree([-1]) else [target, draft]
-        self.given = METHODS.get(method, method)
+        self.given_method = METHODS.get(method, method)
         shaped = self.tree == "auto" or isinstance(self.tree, Tree | tuple)
-        if not shaped or not isinstance(self.given, Method):
+        if not shaped or not isinstance(self.given_method, Method):
             raise ValueError(f"needs a Tree, (size, depth) or 'auto', and a method of {', '.join(METHODS)}; "
                              f"got {tree!r} and {method!r}")
         if None in self.models:
@@ -725,9 +723,9 @@ class Decoder:
         for model in self.models:
             attention_windows(model)
         self.generator, self.on_step, self.device = generator, on_step, target.device
-        # A target that is shared among ranks or offloaded needs the host in its pass.
+        # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
-        hosted = self.sharded or hasattr(target, "offloaded")
+        hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
         self.capacity, self.sampling, self.plan = 0, None, None
         self.latency, self.acceptance = None, Acceptance()
@@ -772,7 +770,7 @@ class Decoder:
             if getattr(config, x, None) not in (None, False, 1) or getattr(config, x) is True:
                 raise ValueError(f"tree speculation cannot do {x}={getattr(config, x)}")
         self.processors, self.greedy = processors, not config.do_sample
-        self.method = GREEDY if self.greedy else self.given
+        self.method = GREEDY if self.greedy else self.given_method
         self.reads_history = any(type(one) not in HISTORY_FREE for one in processors)
         self.cuts_off = not self.reads_history and any(type(one) in CUTTING for one in processors)
         self.static = self.cuda_graph and not self.reads_history
@@ -791,12 +789,14 @@ class Decoder:
         if self.tree == "auto" and self.latency is None:
             self.latency = measure(self, prompt, history)
         yield self.begin(prompt, history)
+        fed = True
         while True:
-            if self.layout is None or self.acceptance.steps >= self.due:
-                # Again when as much again has been seen.
+            # Planned again when as much again has been seen, and not where the draft has missed a part of the
+            # text.
+            if self.layout is None or fed and self.acceptance.steps >= self.due:
                 self.due = max(64, 2 * self.acceptance.steps)
                 self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
-            step = self.step()
+            step, fed = self.step(), self.layout.tree.size > 1
             if self.on_step is not None:
                 self.on_step(step)
             yield from step.tokens
@@ -851,7 +851,7 @@ class Decoder:
             proposals = self.method.propose(Q, width, self.generator)                       # (parents, width)
             if self.reads_history:
                 # What the processors have ruled out does not exist, nor does anything below it.
-                exists = (self.tokens[parents, None] >= 0) & (Q.gather(1, proposals) > 0)
+                exists = (self.tokens[parents, None] >= 0) & (Q.gather(1, proposals.clamp(min=0)) > 0)
                 proposals = torch.where(exists, proposals, -1)
             self.tokens[children] = proposals.take(proposal)
         # 3. The target scores it in one pass.
@@ -986,7 +986,7 @@ def plan(rates, latency: Latency, tree: Tree | None = None) -> Plan:
         return tokens * latency.t[0] / (np.interp(size, latency.sizes, latency.t) + (depth - 1) * latency.c)
     if tree is None:
         largest = latency.sizes[-1]
-        # No node of so small a tree has use for more children.
+        # A node of so small a tree hardly ever has use for more children.
         rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
         G = expected_tokens_table(rates, largest, min(largest, 2 * largest.bit_length()))[1:, 1:].clip(0)
         n, d = np.mgrid[1 : G.shape[0] + 1, 1 : G.shape[1] + 1]
@@ -1012,8 +1012,8 @@ def best_tree(decoder: Decoder) -> Tree:
 def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
     """Times whole steps after the prompt's last 64 tokens: with n nodes on d levels one takes t(n) + (d - 1)
     c. The texts are thrown away, what they show of the acceptance is counted. The trees take turns, as a
-    machine's speed drifts, for a second or 30 plain steps. They grow while t(n) < 1.6 t(1): then time grows
-    faster than tokens."""
+    machine's speed drifts, for a second or 30 plain steps, whichever is longer. They grow while t(n) < 1.6
+    t(1): beyond that, time grows faster than tokens."""
     def clock():
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
@@ -1067,8 +1067,8 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
 def pack(model, rows: int = 16):
     """Prepares a model on a CPU for decoding, in place, and returns it: lays out the weights of its linear
     layers for oneDNN, the CPU's matrix library, and passes over about `rows` tokens, and records its pass.
-    The numbers are the same, at the memory's speed. A packed model cannot be trained, saved or changed. One
-    on a GPU, offloaded, or of a dtype that oneDNN cannot take stays as it is."""
+    The numbers are the same but for rounding, at the memory's speed. A packed model cannot be trained, saved
+    or changed. One on a GPU, offloaded, or of a dtype that oneDNN cannot take stays as it is."""
     dtypes = [torch.float32, torch.bfloat16][: 1 + torch.ops.mkldnn._is_mkldnn_bf16_supported()]
     done = {"recording", "offloaded"} & vars(model).keys()
     if done or model.device.type != "cpu" or model.dtype not in dtypes:
@@ -1325,7 +1325,7 @@ def run(args) -> int:
     def on_step(step):
         steps.append(step)
         stamps.append(time.perf_counter())
-        if args.explain:
+        if args.explain and not RANK:
             texts = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
             labels = [f"[{text}]" if node in (0, *step.path) else text for node, text in enumerate(texts)]
             print(f"step {len(steps)} adds {tokenizer.decode(step.tokens)!r}\n{step.tree.draw(labels)}\n")
@@ -1366,7 +1366,7 @@ def summarise(args, decoder, steps, stamps, out, text, seconds):
     print("\n{new_tokens} tokens in {steps} steps, {tokens_per_step:.2f} tokens a step, "
           "{tokens_per_second:.0f} a second\ntree: {tree[size]} nodes on {tree[depth]} levels; method: "
           "{method}, temperature {temperature:g}, seed {seed}, {dtype} on {device}".format(**result))
-    if latency:
+    if decoder.plan:
         _, tokens, speedup = decoder.plan
         print(f"plan: {tokens:.2f} tokens a step, {speedup:.2f} times plain decoding; from times measured in "
               f"{planning:.1f} s, so a seed alone does not repeat the text")
