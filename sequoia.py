@@ -713,9 +713,9 @@ class Decoder:
                  cuda_graph=True):
         self.tree = Tree([-1]) if draft is None and tree == "auto" else tree
         self.models = [target] if self.tree == Tree([-1]) else [target, draft]
-        self.given_method = METHODS.get(method, method)
+        self.given_method = method if isinstance(method, Method) else METHODS.get(method)
         shaped = self.tree == "auto" or isinstance(self.tree, Tree | tuple)
-        if not shaped or not isinstance(self.given_method, Method):
+        if not shaped or self.given_method is None:
             raise ValueError(f"needs a Tree, (size, depth) or 'auto', and a method of {', '.join(METHODS)}; "
                              f"got {tree!r} and {method!r}")
         if None in self.models:
@@ -1024,16 +1024,17 @@ def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
         return now.item()
 
     def seconds(tree):
-        times, least = [], 0 if tree.size in visits else 5
-        # The first three steps warm up, and record the step on a GPU.
-        while len(times) < least or in_time() and len(times) < 99 and sum(times[3:]) < 0.03:
+        # The first steps warm up; on a GPU the third records.
+        times, warm = [], 3 if decoder.static else 1
+        least = 0 if tree.size in visits else warm + 2
+        while len(times) < least or in_time() and len(times) < 99 and sum(times[warm:]) < 0.03:
             if not times or decoder.length + tree.size + tree.depth >= decoder.capacity:
                 decoder.begin(prompt[-64:], history)
                 decoder.use(tree)
             begun = clock()
             decoder.step()
             times.append(clock() - begun)
-        visits.setdefault(tree.size, []).extend(times[3:])
+        visits.setdefault(tree.size, []).extend(times[warm:])
         return float(np.median(visits[tree.size]))
 
     def in_time():
@@ -1043,7 +1044,7 @@ def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
     while in_time():
         t, size = {1: seconds(Tree([-1]))}, 4
         c = max(0.0, (seconds(chain(5)) - seconds(chain(1))) / 4)
-        while size <= LARGEST and t[max(t)] < 1.6 * t[1] and (size in visits or in_time()):
+        while size <= LARGEST and t[max(t)] < 1.6 * t[1] and (size <= 16 or size in visits or in_time()):
             tree = optimal_tree(PRIOR[: decoder.vocabulary], size, size.bit_length())
             # Noise only adds to a time, so a larger tree never takes less.
             t[size] = max(seconds(tree) - (tree.depth - 1) * c, t[max(t)])

@@ -1270,7 +1270,7 @@ def test_the_plan_is_the_deepest_within_2_percent_of_the_best_of_all_sizes_and_d
     assert found.tree == Tree([-1]) and found.speedup == 1
 
 
-@pytest.mark.parametrize("t_1, largest", [(0.01, 64), (0.1, 8), (1.0, 8)])
+@pytest.mark.parametrize("t_1, largest", [(0.01, 64), (0.1, 64), (1.0, 64)])
 def test_measuring_finds_the_times_of_steps_and_stays_within_its_budget(llama, t_1, largest, monkeypatch):
     """On a clock that only steps move: t(n) doubles at 128 nodes, a level costs a tenth of a plain step. The
     texts measured with are thrown away."""
