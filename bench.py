@@ -47,8 +47,7 @@ import sequoia
 HERE = Path(__file__).parent
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 1  Toolbox: tables, results.md, figures, time
+# --- 1  Toolbox: tables, results.md, figures, time ----------------------------------------------------------
 
 class Report:
     """What a command finds: printed, and kept for figures/results.md."""
@@ -161,8 +160,7 @@ def draw_curves(axis, rows: list[dict], x: str, names: dict, xlabel: str, ylabel
     axis.legend()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 2  Pairs of models, and texts
+# --- 2  Pairs of models, and texts --------------------------------------------------------------------------
 
 class Pair:
     """Two models as transformers loads them, and `fast`, for sequoia.py: on a CPU copies that are packed."""
@@ -212,8 +210,7 @@ def probabilities(logits, temperature: float, top_p: float = 1.0):
     return TopPLogitsWarper(top_p)(None, TemperatureLogitsWarper(temperature)(None, logits)).softmax(dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 3  trees: what the dynamic program finds, and what that costs (sections 3.1 and 5.2, Figure 1)
+# --- 3  trees: what the dynamic program finds, and what that costs (sections 3.1 and 5.2, Figure 1) ---------
 
 # Llama-3-70B with the 8B as its draft, CNN Daily Mail.
 PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025,
@@ -250,8 +247,7 @@ def sequences_within(n: int) -> dict[int, sequoia.Tree]:
     return {k: sequoia.sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 4  verification: rejection rates (sections 3.2 and 5.3)
+# --- 4  verification: rejection rates (sections 3.2 and 5.3) ------------------------------------------------
 
 METHODS = ("sequoia", "specinfer", "spectr", "naive", "topk")
 CHILDREN = (1, 2, 4, 8, 16, 32)
@@ -341,8 +337,7 @@ def least_rejection_different(P, Q, k: int) -> float:
     return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 5  Contenders: ways to decode a prompt, timed side by side
+# --- 5  Contenders: ways to decode a prompt, timed side by side ---------------------------------------------
 
 class Run(NamedTuple):
     """One prompt decoded."""
@@ -362,7 +357,9 @@ class Ours:
 
     def __init__(self, pair: Pair, temperature: float, tree, method="sequoia", draft=None, **kwargs):
         self.target, self.temperature = pair.fast[0], temperature
-        tree = sequoia.parse_tree(tree) if isinstance(tree, str) else tree
+        if isinstance(tree, str):
+            kind, _, shape = tree.rpartition(":")
+            tree = sequoia.sequences(*map(int, shape.split("x"))) if kind else sequoia.parse_tree(tree)
         self.decoder = sequoia.Decoder(self.target, draft or pair.fast[1], tree, method, **kwargs)
 
     def __call__(self, prompt, new_tokens: int) -> Run:
@@ -433,8 +430,7 @@ def fastest(variants: dict, prompts, args) -> dict:
     return {best: variants[best]}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 6  traversal: walking from the root against verifying from the leaves
+# --- 6  traversal: walking from the root against verifying from the leaves ----------------------------------
 #
 # On the same trees, with the same tokens and the same probabilities of both models. What each would yield is
 # not drawn but computed, and so exact for the tree at hand; only the texts and the proposals are samples.
@@ -450,8 +446,11 @@ def expected_of_walk(layout, tokens, P, Q) -> float:
 
 def expected_of_sweep(layout, tokens, P, Q) -> float:
     """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    mass = sequoia.METHODS["traversal"].sweep(layout, tokens, P, Q)[0][layout.post_order]
-    return (in_turn(mass[None])[0] * (layout.depth[layout.post_order] + 1)).sum().item()
+    free, expected, rows = 1.0, 0.0, (tokens[:, None, None], P[:, None], Q[:, None])
+    for node, mass, _ in sequoia.METHODS["traversal"].sweep(layout.tree, *rows, 0, Q.new_ones(1, 1)):
+        expected += free * mass.item() * (layout.tree.depths[node] + 1)
+        free *= 1 - mass.item()
+    return expected
 
 
 EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_sweep}
@@ -513,8 +512,7 @@ def gain_of_second(first, second) -> tuple[float, float]:
     return gain, (1.96 + 2.4 / freedom) * spread
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 7  scaling: tokens per step by tree size (section 5.2)
+# --- 7  scaling: tokens per step by tree size (section 5.2) -------------------------------------------------
 
 def scaling(args, report):
     """Tokens per step in real decoding: the optimal tree against k sequences verified by SpecInfer."""
@@ -550,8 +548,7 @@ def scaling(args, report):
                         "tree size (nodes)", "tokens per step")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 8  speed: side by side with transformers (section 5.1, Table 1)
+# --- 8  speed: side by side with transformers (section 5.1, Table 1) ----------------------------------------
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
@@ -598,8 +595,7 @@ def contest(prompts, temperature, args, report, contenders: dict) -> dict:
     return by_name
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 9  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot
+# --- 9  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot ------------
 #
 # Both models share a random bigram core: an embedding for each token and a head, in the draft's width,
 # zero-padded into the target's. To that each adds what its own random layers make of it. The more the core
@@ -773,8 +769,7 @@ def split_step(pair, temperature, prompt, args, runs, name) -> dict:
             "x plain step": whole / median(runs["plain"], "ms_per_step")}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 10  planner: promised and achieved (section 4)
+# --- 10  planner: promised and achieved (section 4) ---------------------------------------------------------
 
 def planner(args, report):
     """The planned tree and eleven others, predicted and measured; and what a useless draft costs."""
@@ -794,7 +789,8 @@ def planner(args, report):
         runs = interleave(contenders, prompts[::2], args, f"trees, {named(temperature)}")
         found = {name: speedup(runs["plain"], runs[name]) for name in runs}
         for name, tree in trees.items():
-            _, tokens, promised = sequoia.plan(rates, latency, tree)
+            tokens = sequoia.expected_tokens(tree, rates)
+            promised = tokens * t[0] / latency.of_step(tree.size, tree.depth)
             rows.append({"temperature": f"{temperature:g}", "tree": name, "planned": "<--" * (tree == chosen),
                          "tokens/step, predicted": tokens, "achieved": tokens_per_step(runs[name]),
                          "x plain, predicted": promised, "x plain": found[name]})
@@ -831,11 +827,10 @@ def trees_around(chosen, rates, latency) -> dict[str, sequoia.Tree]:
                 found.setdefault(tree, abs(math.log2(n / size)) + 0.8 * abs(tree.depth - depth))
     near = sorted(sorted(found, key=found.get)[:9], key=lambda tree: (tree.size, tree.depth))
     return {f"{tree.size}x{tree.depth}": tree for tree in near} | {
-        f"sequences {shape}": sequoia.parse_tree(f"sequences:{shape}") for shape in ("1x3", "2x4", "4x4")}
+        f"sequences {k}x{length}": sequoia.sequences(k, length) for k, length in ((1, 3), (2, 4), (4, 4))}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 11  offload: a target that streams from host memory (section 5.1, Table 2)
+# --- 11  offload: a target that streams from host memory (section 5.1, Table 2) -----------------------------
 
 def offload(args, report):
     """Seconds per step and per token of a target whose layers stay in host memory."""
@@ -874,8 +869,7 @@ def offload(args, report):
         report.say(f"The most memory in use on the GPU: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB.")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 12  The command line
+# --- 12  The command line -----------------------------------------------------------------------------------
 
 COMMANDS = {command.__name__: command for command in (
     trees, verification, traversal, scaling, speed, planner, offload)}

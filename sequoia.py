@@ -3,10 +3,9 @@
 A small draft model proposes a tree of tokens, the target model scores the whole tree in one forward pass, and
 a verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
 bound by memory reads its weights once a step, whether it scores one token or sixty-four: so tokens are
-speedup. What limits that: a step also runs the draft once for each level below the root, and beyond some size
-a tree is not free, since the target computes longer than it reads. With t(n) seconds for a step of n nodes
-and c for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as the target
-alone.
+speedup. Two things limit it: the draft runs once for each level below the root, and a large tree is not free,
+as the target computes longer than it reads. With t(n) seconds for a step of n nodes and c for a draft pass, a
+tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as the target alone.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -14,10 +13,10 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is accepted
     F(T)             expected_tokens             Proposition 3.4
-    T[n, d, b]       T(n, b) in _Subtrees        equation 1; appendix for depth d; over all b it is G(n, d)
+    T[n, d, b]       T[b][n] in _best_subtrees   equation 1; appendix for depth d; over all b it is G(n, d)
     P, Q             target_probs, draft_probs   Algorithm 2, the models' distributions after one text
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4, seconds of a step but for draft passes; of a pass
+    t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
 device, decoding. 7 plans, 8 makes passes fast or small, 9 is the command line. Each uses what stands above
@@ -29,23 +28,21 @@ it; only the decoder calls the planner. Left out: training drafts, batched servi
 import argparse
 import functools
 import inspect
-import json
 import operator
 import os
+import re
 import sys
 import time
 import warnings
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 from transformers.cache_utils import Cache, StaticLayer
@@ -53,17 +50,15 @@ from transformers.distributed import DistributedConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 1  Token trees (section 3.1)
+# --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tree:
     """The shape of a token tree: for each node, the index of its parent.
 
-    Nodes stand in level order: the root first (its parent is -1), every parent before its children, siblings
-    together in rank order (the draft's first choice first). So the parents never decrease, and one tuple says
-    everything. Raises ValueError for any other order.
+    Nodes stand in level order: the root first (its parent is -1), parents before children, siblings together
+    in rank order (the draft's first choice first). So parents never decrease; else it is a ValueError.
 
     >>> print(Tree([-1, 0, 0, 0, 1, 1, 4]))
     0─┬─1─┬─4──6
@@ -71,8 +66,8 @@ class Tree:
       ├─2
       └─3
 
-    size, depth: the numbers of nodes and levels, the root's included. depths, ranks, children: each node's
-    level, its position among its siblings, from 0, and its children in rank order, (size,) each."""
+    size, depth: the numbers of nodes and levels, the root's included. depths, ranks, children, (size,): each
+    node's level, its position among its siblings, from 0, and its children in rank order."""
     parents: tuple[int, ...]
 
     def __post_init__(self):
@@ -93,9 +88,8 @@ class Tree:
 
     @classmethod
     def from_paths(cls, paths) -> "Tree":
-        """The tree with these nodes, each given by the ranks on the way from the root, as Medusa's are: (0,),
-        (1,), (0, 0) are the root's first two children and the first one's first child. Inverts `paths`.
-        Raises ValueError where a parent or an elder sibling is missing."""
+        """The inverse of `paths`: (0,), (1,), (0, 0) are the root's first two children and the first one's
+        first child. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted({tuple(path) for path in paths} | {()}, key=lambda path: (len(path), path))
         for path in nodes[1:]:
             needed = path[:-1] + (path[-1] - 1,) if path[-1] else path[:-1]
@@ -163,18 +157,16 @@ def _at_least_one(**values):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix, bounded depth and 2-D rates)
+# --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
 
 
 def expected_tokens(tree: Tree, acceptance_rates) -> float:
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
-    Why a sum: a step yields one token for each node that verification reaches, and it reaches a node if it
-    accepts all on the way there. The expected number of events that happen is the sum of their chances,
-    however they depend on one another. The root's chance is 1: it stands for the token that the target itself
-    adds at the end of the path. A child beyond the last rate is never accepted."""
+    Why a sum: a step yields one token for each node that verification reaches, the root's being the target's
+    own, which ends the path. A node is reached if all on the way to it are accepted. The expected number of
+    events that happen is the sum of their chances, however they depend on one another."""
     rates, chance = _check_rates(acceptance_rates), [1.0]
     for node, parent in enumerate(tree.parents[1:], 1):
         level, rank = min(tree.depths[parent], len(rates) - 1), tree.ranks[node]
@@ -183,11 +175,10 @@ def expected_tokens(tree: Tree, acceptance_rates) -> float:
 
 
 def expected_tokens_table(acceptance_rates, size: int, depth: int, max_branch=None) -> np.ndarray:
-    """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d
-    at once: (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in
-    `optimal_tree`."""
+    """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
+    (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
     best = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    return np.stack([np.full(size + 1, -np.inf), *(best(0, d).value for d in range(1, depth + 1))], axis=1)
+    return np.stack([np.full(size + 1, -np.inf), *(best(0, d)[0] for d in range(1, depth + 1))], axis=1)
 
 
 def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_branch=None) -> Tree:
@@ -204,83 +195,71 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     best = _best_subtrees(acceptance_rates, size, depth, max_branch)
     # Below the last row's level, from some number of levels on, one more makes no subtree better.
     last, more = len(np.atleast_2d(acceptance_rates)) - 1, 1
-    while more < min(size, depth or size) and (best(last, more).value != best(last, more + 1).value).any():
+    while more < min(size, depth or size) and (best(last, more)[0] != best(last, more + 1)[0]).any():
         more += 1
     depth = min(depth or last + more, last + more)
-    possible = np.isfinite(best(0, depth).value).nonzero()[0]
+    possible = np.isfinite(best(0, depth)[0]).nonzero()[0]
     if size not in possible:
         raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
-    parents, queue = [-1], deque([(0, 0, size)])
-    while queue:
-        node, level, n = queue.popleft()
-        subtrees = best(min(level, last), depth - level).split(n)
-        queue.extend((len(parents) + i, level + 1, m) for i, m in enumerate(subtrees))
+    parents, nodes = [-1], [(0, size)]
+    # The list of each node's level and its subtree's size grows while it is read.
+    for node, (level, n) in enumerate(nodes):
+        _, branch, given = best(min(level, last), depth - level)
+        subtrees = []
+        for b in reversed(range(branch[n])):
+            subtrees.insert(0, int(given[b][n]))
+            n -= subtrees[0]
+        nodes.extend((level + 1, m) for m in subtrees)
         parents.extend([node] * len(subtrees))
     return Tree(parents)
 
 
-def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable[[int, int], "_Subtrees"]:
-    """A function of a level and a number of levels: the best subtrees of up to `size` nodes rooted there."""
+def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
+    """A function of a level and a number of levels: the best subtrees rooted on that level, of n nodes for
+    all n up to `size`. With b children of their root, and P its level's acceptance rates, their value is
+
+        T(n, b) = max over m of  T(n - m, b - 1) + P[b] G(m)                                  (equation 1)
+
+    where the b-th child gets m nodes, and G(m) is the maximum over b on the level below. The function returns
+    G(n) and the b that attains it, (size + 1,) each, and each child's m, (children, size + 1). One child
+    costs n^2 additions, all m for all n (half would do, m <= n): so trees of up to d levels and b children a
+    node cost d b n^2, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
 
     @functools.cache
     def best(level, depth):
-        # The last row holds for all deeper levels.
-        below = best(min(level + 1, len(rates) - 1), depth - 1) if depth > 1 else None
-        return _Subtrees(rates[level], size, below)
-    return best
-
-
-class _Subtrees:
-    """T(n, b) for one level: the best trees of n nodes whose root has b children. The children are roots of
-    the best subtrees of the level `below`, whose values are G. With P the level's acceptance rates,
-
-        T(n, b) = max over m of  T(n - m, b - 1) + P[b] G(m)                                  (equation 1)
-
-    where the b-th child gets m nodes. One child costs n^2 additions, all m for all n (half would do, m <= n):
-    so trees of up to d levels and b children a node cost d b n^2, for each row of rates."""
-
-    def __init__(self, rates, size, below):
-        self.given, by_branch = [], [np.full(size + 1, -np.inf)]
+        T, given = [np.full(size + 1, -np.inf)], []
         # T(1, 0): the root alone.
-        by_branch[0][1] = 1.0
-        for rate in rates if below else ():
+        T[0][1] = 1.0
+        # The last row holds for all deeper levels.
+        G = best(min(level + 1, len(rates) - 1), depth - 1)[0] if depth > 1 else None
+        for rate in rates[level] if depth > 1 else ():
             # Subtle: a rate of 0 times a value of -inf would be NaN.
-            gain = np.where(below.value > 0, rate * below.value.clip(0), -np.inf)
+            gain = np.where(G > 0, rate * G.clip(0), -np.inf)
             # sums[n, m] = T(n - m, b - 1) + P[b] G(m), -inf where m > n.
-            shifted = np.concatenate([np.full(size, -np.inf), by_branch[-1]])
+            shifted = np.concatenate([np.full(size, -np.inf), T[-1]])
             sums = np.lib.stride_tricks.sliding_window_view(shifted, size + 1)[:, ::-1] + gain
-            self.given.append(sums.argmax(axis=1))
-            by_branch.append(sums.max(axis=1))
-        # G(n) = max over b of T(n, b), and the b that attains it: (size + 1,) each.
-        self.value, self.branch = np.max(by_branch, axis=0), np.argmax(by_branch, axis=0)
-
-    def split(self, n: int) -> list[int]:
-        """The sizes of the children's subtrees in the best tree of n nodes, in rank order."""
-        sizes = []
-        for given in reversed(self.given[: self.branch[n]]):
-            sizes.append(int(given[n]))
-            n -= sizes[-1]
-        return sizes[::-1]
+            given.append(sums.argmax(axis=1))
+            T.append(sums.max(axis=1))
+        return np.max(T, axis=0), np.argmax(T, axis=0), given
+    return best
 
 
 def _check_rates(acceptance_rates) -> np.ndarray:
     rates = np.asarray(acceptance_rates, dtype=np.float64)
-    if rates.ndim not in (1, 2) or rates.size == 0 and rates.ndim == 2:
-        raise ValueError(f"acceptance_rates must have shape (ranks,) or (levels, ranks), got {rates.shape}")
-    if not ((0 <= rates) & (rates <= 1)).all():
-        raise ValueError("acceptance_rates must be finite and in [0, 1]: chances that a child is accepted")
+    if rates.ndim not in (1, 2) or rates.shape[:-1] == (0,) or not ((0 <= rates) & (rates <= 1)).all():
+        raise ValueError(f"acceptance_rates must be finite, in [0, 1], of shape (ranks,) or (levels, ranks), "
+                         f"got {rates.shape}")
     if (total := rates.sum(axis=-1).max()) > 1 + 1e-6:
         raise ValueError(f"the acceptance_rates of a level sum to {total:.4f}, but at most one is accepted")
     return np.atleast_2d(rates)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 3  Sampling (section 3.2, Algorithm 2 line 5)
+# --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 
-# What a draft gives every token at least. Beside other probability it is lost in rounding. Where a draft's
-# own mass is used up it is what is left: uniform over the tokens not yet drawn.
+# What a draft gives every token at least. It is lost in rounding, but where all else is used up children are
+# drawn by it, uniformly from the other tokens.
 EPSILON = 1e-30
 
 
@@ -309,8 +288,7 @@ def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None)
     return probs.topk(k).indices
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 4  Verification (sections 2.2 and 3.2, Algorithm 2)
+# --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
 # The children of a node are tried in turn. Child i is accepted if noise_i < ratio_i. If none is, the token is
 # drawn from the residual, what the rejections have left of the target. Methods differ in how children are
@@ -327,7 +305,7 @@ def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None)
 # tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain.
 #
 # As the temperature goes to 0, children drawn without replacement become the draft's likeliest tokens in
-# order, and with replacement copies of one token. Greedy decoding is this limit of the former.
+# order, the limit that greedy decoding is; with replacement they become copies of one token.
 
 
 def verify_one_node(P: Tensor, Q: Tensor, tokens: Tensor, noise: Tensor) -> tuple[int, Tensor]:
@@ -458,38 +436,41 @@ class Traversal(Method):
     """Traversal verification (arXiv 2505.12398): from the leaves to the root, so that a child which would be
     rejected alone can be accepted for what comes below it.
 
-    On a chain: the walk reaches a node with the product of min(ratio, 1), and wastes what a ratio exceeds 1.
-    The mass a of a node keeps it: a child's is min(a R[t] / D[t], 1), so a ratio above 1 makes up for an
-    earlier one below 1. Each node is kept with at least the walk's probability, and the expected tokens are a
-    sum over nodes: so on a chain traversal never yields fewer on average. In a tree that branches it mostly
-    yields more, but a branch may end the path early with mass that the walk would have left to the next. If a
-    child and all below it are rejected, its parent may still be accepted. The child has taken min(a R, D) of
-    the target's a R, and left = max(a R - D, 0) remains, with sum s. Against it stands 1 - a, the chance that
-    the parent is not wanted. So its mass becomes s / (s + 1 - a), its residual left / s, for the next
-    child."""
+    On a chain the walk reaches a node with the product of min(ratio, 1), and wastes what a ratio exceeds 1.
+    The mass a of a node keeps that: a child's is min(a R[t] / D[t], 1). So a node is kept with at least the
+    walk's probability, and as the expected tokens are a sum over nodes, on a chain traversal never yields
+    fewer on average. In a tree that branches it mostly yields more, but a branch may end the path early with
+    mass that the walk would have left to the next.
+
+    If a child and all below it are rejected, its parent may still be accepted. The child has taken
+    min(a R, D) of the target's a R, and left = max(a R - D, 0) remains, with sum s. Against it stands 1 - a,
+    the chance that the parent is not wanted. So its mass becomes s / (s + 1 - a), its residual left / s."""
 
     def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
-        """As `Method.verify_tree`. Each node accepts with its mass. The first in post-order wins."""
-        mass, residual = self.sweep(layout, tokens, target_probs(range(len(Q))), Q)
+        """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
+        P = target_probs(range(len(Q)))
+        rows = self.sweep(layout.tree, tokens[:, None, None], P[:, None], Q[:, None], 0, P.new_ones(1, 1))
+        node, mass, residual = zip(*((layout.nodes[node, None], *more) for node, *more in rows))
+        mass, residual = torch.cat(mass), torch.cat(residual)                           # (size, 1), (size, V)
         noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
-        node = layout.post_order[(noise < mass)[layout.post_order].max(dim=0, keepdim=True).indices]
-        return node, sample_with_replacement(residual[node], 1, generator)[:, 0]
+        first = (noise < mass).max(dim=0).indices
+        return torch.cat(node)[first], sample_with_replacement(residual[first], 1, generator)[:, 0]
 
-    def sweep(self, layout, tokens, P, Q):
-        """Every node's mass (size,) and residual (size, V), as if all its children were rejected."""
-        R, D, mass = P.clone(), Q + EPSILON, torch.ones_like(P[:, 0])
-        # Parents and children of one level and rank, (nodes,) each, from the root down, in rank order.
-        for parent, child in layout.rounds:
-            a, r, d, s = mass[parent, None], R[parent], D[parent], tokens[child, None]
-            exists, s = s >= 0, s.clamp(min=0)
-            mass[child] = torch.where(exists, a * r.gather(1, s) / d.gather(1, s), 0).clamp(max=1)[:, 0]
-            left = (a * r - d).clamp(min=0)
+    def sweep(self, tree, tokens, P, Q, node, mass):
+        """Yields each node below this one, then itself: node, mass (rows, 1), residual (rows, V). A row is
+        one draw of the tree's tokens, (size, rows, 1)."""
+        R, D = P[node], Q[node] + EPSILON
+        for child in tree.children[node]:
+            exists, s = tokens[child] >= 0, tokens[child].clamp(min=0)
+            ratio = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
+            yield from self.sweep(tree, tokens, P, Q, child, (mass * ratio).clamp(max=1))
+            left = (mass * R - D).clamp(min=0)
             total = left.sum(dim=1, keepdim=True)
             # Subtle: where nothing is left, s / (s + 1 - a) is 0, or at a = 1 it is 0 / 0, and means 1.
-            rest = torch.where(total > 0, total / (total + (1 - a)), a.floor())
-            mass[parent] = torch.where(exists, rest, a)[:, 0]
-            R[parent], D[parent] = torch.where(exists & (total > 0), left / total, r), without(d, s)
-        return mass, R
+            rest = torch.where(total > 0, total / (total + (1 - mass)), mass.floor())
+            R, D = torch.where(exists & (total > 0), left / total, R), without(D, s)
+            mass = torch.where(exists, rest, mass)
+        yield node, mass, R
 
 
 METHODS = {
@@ -504,36 +485,31 @@ METHODS = {
 GREEDY = Greedy(most_likely, ratios_of_naive)
 
 
-def sample_and_verify(target_probs: Tensor, draft_probs: Tensor, k: int, method: str = "sequoia",
+def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
                       generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Proposes k children from draft_probs and verifies them against target_probs, both (..., V), row by row.
+    """Proposes k children a row from the draft's distributions Q, and verifies them against the target's P,
+    (rows, V) each. Returns (rank, token), (rows,) each: the accepted child's rank, -1 where none was, and the
+    emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, other shapes, k
+    outside 1 .. V, and rows that are no probabilities.
 
-    Returns (rank, token), (...) each: the accepted child's rank, -1 where none was, and the emitted token,
-    which is distributed exactly as target_probs. Raises ValueError for an unknown method, rows that are no
-    probabilities, shapes that differ, k outside 1 .. V.
-
-    >>> P, Q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    >>> P, Q = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3]])
     >>> rank, token = sample_and_verify(P.expand(100_000, 3), Q.expand(100_000, 3), k=2)
     >>> bool(((token.bincount() / 100_000 - P).abs() < 0.01).all())
     True
     """
-    shape = target_probs.shape
-    if method not in METHODS or shape != draft_probs.shape or not shape or not 1 <= k <= shape[-1]:
-        raise ValueError(f"needs a method of {', '.join(METHODS)}, one shape (..., V), k from 1 to V; got "
-                         f"{method}, {tuple(shape)}, {tuple(draft_probs.shape)}, {k}")
-    for name, probs in (("target_probs", target_probs), ("draft_probs", draft_probs)):
-        if not (probs >= 0).all() or not ((probs.sum(dim=-1) - 1).abs() < 1e-3).all():
-            raise ValueError(f"{name} must be probabilities: no NaN, none negative, every row summing to 1")
-    P, Q = (probs.reshape(-1, shape[-1]).to(torch.promote_types(probs.dtype, torch.float32))
-            for probs in (target_probs, draft_probs))
+    if method not in METHODS or P.ndim != 2 or P.shape != Q.shape or not 1 <= k <= P.shape[1]:
+        raise ValueError(f"needs a method of {', '.join(METHODS)}, one shape (rows, V), k from 1 to V; got "
+                         f"{method}, {tuple(P.shape)}, {tuple(Q.shape)}, {k}")
+    if not all((x >= 0).all() and ((x.sum(dim=1) - 1).abs() < 1e-3).all() for x in (P, Q)):
+        raise ValueError("P and Q must be probabilities: no NaN, none negative, every row summing to 1")
+    P, Q = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (P, Q))
     tokens = METHODS[method].propose(Q, k, generator)
     rank, residual = METHODS[method].verify(P, Q, tokens, generator)
     either = torch.cat([tokens, sample_with_replacement(residual, 1, generator)], dim=1)
-    return rank.reshape(shape[:-1]), either.gather(1, rank.where(rank >= 0, k)[:, None]).reshape(shape[:-1])
+    return rank, either.gather(1, rank.where(rank >= 0, k)[:, None])[:, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 5  The tree on the device: indices, mask, cache
+# --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
 #
 # The text so far fills the first slots of the KV cache, all but its last token: that is the root of the tree,
 # and no model has seen it yet. `base` is the root's slot and position. Node i stands in slot base + i, at
@@ -557,23 +533,17 @@ class Layout:
         tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
         self.tree, self.nodes, self.parent = tree, tensor(range(tree.size)), tensor(tree.parents)
         self.offset, self.depth = tensor([*range(tree.size), -1]), tensor([*tree.depths, -1])   # (size + 1,)
-        self.mask = F.pad(tree.mask, (0, 1, 0, 1)).to(device)                   # (size + 1, size + 1)
-        # For each level: its nodes with children, as a list and a tensor; what the draft is fed for them,
-        # node -1 with the root; the most children of one; all their children, the next level; their
-        # proposals.
-        self.levels, rounds = [], {}
+        self.mask = nn.functional.pad(tree.mask, (0, 1, 0, 1)).to(device)       # (size + 1, size + 1)
+        # For each level: its nodes with children; what the draft is fed for them, node -1 with the root; the
+        # most children of one; all their children, the next level; which of the proposals those are.
+        self.levels = []
         for depth in range(tree.depth - 1):
             nodes = [i for i in range(tree.size) if tree.depths[i] == depth and tree.children[i]]
             below = [i for i in range(tree.size) if tree.depths[i] == depth + 1]
             width = max(tree.ranks[i] for i in below) + 1
-            # Which of the (nodes, width) proposals is a child's.
             proposal = [nodes.index(tree.parents[i]) * width + tree.ranks[i] for i in below]
             fed, children = tensor(nodes if depth else [-1, 0]), slice(below[0], below[-1] + 1)
-            self.levels.append((nodes, tensor(nodes), fed, width, children, tensor(proposal)))
-        for node in range(1, tree.size):
-            rounds.setdefault((tree.depths[node], tree.ranks[node]), []).append((tree.parents[node], node))
-        # For traversal: parents and children of one level and rank.
-        self.rounds = [tensor(pairs).unbind(dim=1) for _, pairs in sorted(rounds.items())]
+            self.levels.append((tensor(nodes), fed, width, children, tensor(proposal)))
         most = max([1, *map(len, tree.children)])
         self.children = tensor([[*c, *[-1] * (most - len(c))] for c in tree.children])  # (size, ranks)
         # Where the walk goes on to, by rank. Rank -1, the last column, is the node itself.
@@ -581,9 +551,6 @@ class Layout:
         # From the root to each node, which is repeated to fill its row.
         paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
         self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
-        # A large number at the end of its ranks sorts a node behind all below it.
-        ranks = [(), *tree.paths()]
-        self.post_order = tensor(sorted(range(tree.size), key=lambda node: (*ranks[node], sys.maxsize)))
 
 
 class TreeLayer(StaticLayer):
@@ -676,8 +643,7 @@ def attention_windows(model) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 6  Decoding
+# --- 6  Decoding --------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -693,9 +659,8 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that keep the likeliest tokens only, and all that look at nothing but the scores.
-CUTTING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-HISTORY_FREE = (TemperatureLogitsWarper, *CUTTING)
+# Processors that look at nothing but the scores.
+HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class Decoder:
@@ -706,8 +671,8 @@ class Decoder:
     draft: a model over the same vocabulary. tree: a Tree; (size, depth), for the best tree of that shape; or
     "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
     generator: the source of randomness, by default torch's own. on_step: called with each Step. cuda_graph:
-    on a GPU, record the step. A Decoder that is kept keeps its caches, plan and CUDA graph: the models must
-    not change meanwhile. Raises ValueError for models, a tree or a method that it cannot work with."""
+    on a GPU, record the step. It keeps caches, plan and CUDA graph from text to text: the models must not
+    change. Raises ValueError for models, a tree or a method that it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -715,33 +680,28 @@ class Decoder:
         self.models = [target] if self.tree == Tree([-1]) else [target, draft]
         self.given_method = method if isinstance(method, Method) else METHODS.get(method)
         shaped = self.tree == "auto" or isinstance(self.tree, Tree | tuple)
-        if not shaped or self.given_method is None:
-            raise ValueError(f"needs a Tree, (size, depth) or 'auto', and a method of {', '.join(METHODS)}; "
-                             f"got {tree!r} and {method!r}")
-        if None in self.models:
-            raise ValueError("a tree of more than its root needs a draft model; pass draft=...")
-        for model in self.models:
-            attention_windows(model)
+        if not shaped or self.given_method is None or None in self.models:
+            raise ValueError(f"needs a Tree, (size, depth) or 'auto'; a draft, if the tree is more than its "
+                             f"root; a method of {', '.join(METHODS)}; got {tree!r} and {method!r}")
         self.generator, self.on_step, self.device = generator, on_step, target.device
         # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
         hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
         self.capacity, self.sampling, self.plan = 0, None, None
-        self.latency, self.acceptance = None, Acceptance()
 
     @torch.inference_mode()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **model_kwargs):
-        """What `generate` calls: (rows, length) ids -> (rows, longer) ids. Its processors shape both models'
-        distributions, its stopping criteria are checked after every token, a batch is decoded row by row.
-        Raises ValueError for what `generate` can be told and this cannot do, and for NaN logits."""
+        """(rows, length) ids -> (rows, longer) ids, row by row. `generate`, which calls it, hands over the
+        processors, for both models, and the stopping criteria, which are checked after every token. Raises
+        ValueError for what `generate` can be told and this cannot do, and for NaN logits."""
         self.prepare(model, input_ids, logits_processor, generation_config, model_kwargs)
         mask, rows = model_kwargs.get("attention_mask"), []
         put = streamer.put if streamer else lambda ids: None
         put(input_ids.cpu())
         for i, row in enumerate(input_ids):
-            self.row_of_batch, ids = (i, len(input_ids)), row[None].cpu()
+            self.row, ids = (i, len(input_ids)), row[None].cpu()
             for token in self.tokens_after(row if mask is None else row[mask[i].bool()], row[None]):
                 if token < 0:
                     raise ValueError("the models gave NaN logits, or the processors left no token possible")
@@ -763,19 +723,18 @@ class Decoder:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         if model is not self.models[0] or not 1 <= input_ids.shape[1] <= context:
             raise ValueError(f"needs the target it was made for, and 1 to {context} tokens (its context)")
+        unable = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         past = model_kwargs.get("past_key_values")
-        if "inputs_embeds" in model_kwargs or past is not None and past.get_seq_length() > 0:
-            raise ValueError("starts from input_ids alone, not from inputs_embeds or filled past_key_values")
-        for x in ("num_beams", "output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            if getattr(config, x, None) not in (None, False, 1) or getattr(config, x) is True:
-                raise ValueError(f"tree speculation cannot do {x}={getattr(config, x)}")
+        if ("inputs_embeds" in model_kwargs or past is not None and past.get_seq_length() > 0
+                or (config.num_beams or 1) > 1 or any(getattr(config, name) for name in unable)):
+            raise ValueError("unable to do inputs_embeds, filled past_key_values, num_beams > 1, "
+                             + ", ".join(unable))
         self.processors, self.greedy = processors, not config.do_sample
         self.method = GREEDY if self.greedy else self.given_method
         self.reads_history = any(type(one) not in HISTORY_FREE for one in processors)
-        self.cuts_off = not self.reads_history and any(type(one) in CUTTING for one in processors)
         self.static = self.cuda_graph and not self.reads_history
-        numbers = [[x for x in vars(one).values() if isinstance(x, (int, float))] for one in processors]
-        if self.sampling != (sampling := (self.greedy, [*map(type, processors)], numbers)):
+        numbers = [vars(one) for one in processors if type(one) in HISTORY_FREE]
+        if self.sampling != (sampling := (self.greedy, self.reads_history, numbers)):
             self.sampling, self.layout, self.latency, self.acceptance = sampling, None, None, Acceptance()
         size = self.tree[0] if isinstance(self.tree, tuple) else getattr(self.tree, "size", LARGEST)
         if (capacity := -(-(config.max_length + size + 1) // 256) * 256) > self.capacity:
@@ -789,14 +748,12 @@ class Decoder:
         if self.tree == "auto" and self.latency is None:
             self.latency = measure(self, prompt, history)
         yield self.begin(prompt, history)
-        fed = True
         while True:
-            # Planned again when as much again has been seen, and not where the draft has missed a part of the
-            # text.
-            if self.layout is None or fed and self.acceptance.steps >= self.due:
+            # Planned again when as much again has been seen.
+            if self.layout is None or self.acceptance.steps >= self.due:
                 self.due = max(64, 2 * self.acceptance.steps)
                 self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
-            step, fed = self.step(), self.layout.tree.size > 1
+            step = self.step()
             if self.on_step is not None:
                 self.on_step(step)
             yield from step.tokens
@@ -805,8 +762,8 @@ class Decoder:
         """Feeds a prompt and draws the first token, as a step would with a tree of the root alone."""
         logits = [model.feed(prompt) for model in (self.target, *self.draft)][0][None]      # (1, V)
         self.history, self.length, self.vocabulary = history, len(prompt), logits.shape[1]
-        P, root = self.target_probs(logits, [None]), Layout(Tree([-1]), self.device)
-        _, first = self.method.verify_tree(root, self.tokens[:2], lambda nodes: P, 0 * P, self.generator)
+        P, root = self.probs(logits, [None]), Layout(Tree([-1]), self.device)
+        _, first = self.method.verify_tree(root, self.tokens[:2], lambda nodes: P, P, self.generator)
         self.tokens[:1], self.tokens[-1:] = first, prompt[-1:]
         self.base.fill_(self.length)
         return int(first)
@@ -814,8 +771,6 @@ class Decoder:
     def use(self, tree: Tree):
         """Takes a tree for the steps to come."""
         if self.layout is None or tree != self.layout.tree:
-            if (branch := max(map(len, tree.children))) > self.vocabulary:
-                raise ValueError(f"a node has {branch} children, but there are {self.vocabulary} tokens")
             self.tokens = self.tokens[[0] * tree.size + [-1]]                               # (size + 1,)
             self.Q = torch.zeros(tree.size, self.vocabulary, device=self.device)
             self.layout, self.graph, self.steps = Layout(tree, self.device), None, 0
@@ -845,23 +800,22 @@ class Decoder:
         for model in models:
             model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
-        for nodes, parents, fed, width, children, proposal in layout.levels:
-            logits = self.draft[0].score(self.tokens, fed)[-len(nodes) :]
-            Q = self.Q[parents] = self.draft_probs(logits, nodes)                           # (parents, V)
+        for parents, fed, width, children, proposal in layout.levels:
+            logits = self.draft[0].score(self.tokens, fed)[-len(parents) :]
+            Q = self.Q[parents] = self.probs(logits, parents)                               # (parents, V)
             proposals = self.method.propose(Q, width, self.generator)                       # (parents, width)
             if self.reads_history:
                 # What the processors have ruled out does not exist, nor does anything below it.
-                exists = (self.tokens[parents, None] >= 0) & (Q.gather(1, proposals.clamp(min=0)) > 0)
+                possible = Q.gather(1, proposals.clamp(min=0)) > (-torch.inf if self.greedy else 0)
+                exists = (self.tokens[parents, None] >= 0) & possible
                 proposals = torch.where(exists, proposals, -1)
             self.tokens[children] = proposals.take(proposal)
         # 3. The target scores it in one pass.
         logits = self.target.score(self.tokens, layout.nodes)                               # (size, V)
-
         # 4. Verification finds the path to keep and the token after it.
-        def target_probs(nodes):
-            return self.target_probs(logits[nodes.start : nodes.stop], nodes)
-        node, token = self.method.verify_tree(layout, self.tokens, target_probs, self.Q, self.generator,
-                                              self.static)
+        node, token = self.method.verify_tree(
+            layout, self.tokens, lambda nodes: self.probs(logits[nodes.start : nodes.stop], nodes), self.Q,
+            self.generator, self.static)
         token = torch.where(self.Q.sum().isnan(), -1, token)
         report = torch.cat([node, token, self.tokens])
         # 5. The entries of the accepted nodes move up behind the text.
@@ -886,51 +840,40 @@ class Decoder:
         self.graph.replay()
         return self.report
 
-    def target_probs(self, logits, nodes):
-        """The target's distributions after these nodes, (nodes, V); if greedy, scores, for the largest."""
-        scores = self.scores(logits, nodes)
+    def probs(self, logits, nodes):
+        """A model's distributions after these nodes, or after the prompt for [None]: (nodes, V) float32 over
+        the target's vocabulary. If greedy, scores, of which only the order counts. Processors that read the
+        history see each node's own path, one by one."""
+        scores = logits.float()
+        if missing := self.vocabulary - logits.shape[1]:
+            scores = nn.functional.pad(scores, (0, missing), value=-torch.inf)
+        if self.reads_history:
+            scores = torch.stack([self.processed(row, node) for row, node in zip(scores, nodes)])
+        else:
+            for processor in self.processors:
+                scores = processor(self.history, scores)
         return scores if self.greedy else scores.softmax(dim=1)
 
-    def draft_probs(self, logits, nodes):
-        """The draft's distributions after these nodes, (nodes, V). What top-p and its like cut off keeps a
-        thousandth of its probability: when the rest is used up it is drawn, and not any token at all."""
-        uncut = self.scores(logits, nodes, without=CUTTING).softmax(dim=1)
-        return 0.999 * self.scores(logits, nodes).softmax(dim=1) + 0.001 * uncut if self.cuts_off else uncut
-
-    def scores(self, logits, nodes, without=()):
-        """Processed scores after these nodes, or after the prompt for [None]: (nodes, V) float32 over the
-        target's vocabulary. Processors that read the history see each node's own path, one by one."""
-        missing = self.vocabulary - logits.shape[1]
-        scores = F.pad(logits.float(), (0, missing), value=-torch.inf) if missing else logits.float()
-        if not self.reads_history:
-            for one in self.processors:
-                scores = scores if type(one) in without else one(self.history, scores)
+    def processed(self, scores, node):
+        """The scores after one node, (V,), processed with the text up to it."""
+        path = [] if node is None else self.layout.tree.mask[node].nonzero()[:, 0]
+        text, (index, rows) = torch.cat([self.history, self.tokens[None, path]], dim=1), self.row
+        # Below a child that does not exist nothing is used, and a processor may not know what to say.
+        if (text < 0).any():
             return scores
-        rows, (index, batch) = [], self.row_of_batch
-        for node, row in zip(nodes, scores):
-            path = [] if node is None else self.layout.tree.mask[node].nonzero()[:, 0]
-            text = torch.cat([self.history, self.tokens[None, path]], dim=1)
-            # Below a child that does not exist nothing is used, and a processor may not know what to say.
-            if (text >= 0).all():
-                # Some processors know the rows of the batch that they were made for.
-                row = self.processors(text.repeat(batch, 1), row.repeat(batch, 1))[index]
-            rows.append(row)
-        return torch.stack(rows)
+        # Some processors know the rows of the batch that they were made for.
+        return self.processors(text.repeat(rows, 1), scores.repeat(rows, 1))[index]
 
 
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None,
            draft=None, tree="auto", method="sequoia", generator=None, on_step=None, cuda_graph=True, **rest):
-    """A Decoder made for one call, to be handed to transformers:
-
-        target.generate(**inputs, custom_generate=sequoia.decode, draft=draft, temperature=0.6)
-
+    """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
     draft, tree, method, generator, on_step, cuda_graph: a Decoder's. The rest is what `generate` prepares."""
     call = model, input_ids, logits_processor, stopping_criteria, generation_config, streamer
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(*call, **rest)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 7  The hardware-aware planner (section 4)
+# --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. And the most nodes of a plan.
 PRIOR, LARGEST = 0.6 / np.arange(1, 33) ** 2, 256
@@ -943,15 +886,13 @@ class Acceptance:
         self.steps, (self.tried, self.accepted) = 0, np.zeros((2, levels, len(PRIOR)))
 
     def count(self, step: Step):
-        """Counts what a step has shown. What was long ago counts less and less."""
+        """Counts what a step has shown."""
         for depth, (node, onward) in enumerate(zip([0, *step.path], [*step.path, None])):
             children, level = step.tree.children[node], min(depth, len(self.tried) - 1)
             rank = len(children) if onward is None else onward - children[0]
             self.tried[level, : min(rank + 1, len(children))] += 1
             self.accepted[level, rank : rank + 1] += onward is not None
         self.steps += 1
-        if self.steps % 1024 == 0:
-            self.tried, self.accepted = self.tried / 2, self.accepted / 2
 
     def rates(self, weight: float = 8.0) -> np.ndarray:
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
@@ -970,6 +911,9 @@ class Latency(NamedTuple):
     c: float
     spent: float = 0.0       # on measuring
 
+    def of_step(self, size, depth):
+        return np.interp(size, self.sizes, self.t) + (depth - 1) * self.c
+
 
 class Plan(NamedTuple):
     """A tree and what it promises: tokens a step, and how many times the speed of plain decoding."""
@@ -978,42 +922,35 @@ class Plan(NamedTuple):
     speedup: float
 
 
-def plan(rates, latency: Latency, tree: Tree | None = None) -> Plan:
-    """What a tree promises; by default the tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d -
-    1) c), up to 2%, over all sizes up to the largest timed one and all depths up to twice a binary tree's.
-    rates: as in `optimal_tree`."""
-    def speedup(tokens, size, depth):
-        return tokens * latency.t[0] / (np.interp(size, latency.sizes, latency.t) + (depth - 1) * latency.c)
-    if tree is None:
-        largest = latency.sizes[-1]
-        # A node of so small a tree hardly ever has use for more children.
-        rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
-        G = expected_tokens_table(rates, largest, min(largest, 2 * largest.bit_length()))[1:, 1:].clip(0)
-        n, d = np.mgrid[1 : G.shape[0] + 1, 1 : G.shape[1] + 1]
-        speed = speedup(G, n, d)
-        # Of the depths within 2% of the best the deepest: it shows more of how often deep nodes are accepted.
-        depth = int((speed.max(axis=0) > 0.98 * speed.max()).nonzero()[0][-1])
-        tree = optimal_tree(rates, int(speed[:, depth].argmax()) + 1, depth + 1)
-    tokens = expected_tokens(tree, rates)
-    return Plan(tree, tokens, float(speedup(tokens, tree.size, tree.depth)))
+def plan(rates, latency: Latency) -> Plan:
+    """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), up to 2%, over sizes up to
+    the largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
+    largest = latency.sizes[-1]
+    # A node of so small a tree hardly ever has use for more children.
+    rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
+    G = expected_tokens_table(rates, largest, min(largest, 2 * largest.bit_length()))[1:, 1:].clip(0)
+    n, d = np.mgrid[1 : G.shape[0] + 1, 1 : G.shape[1] + 1]
+    speedup = G * latency.t[0] / latency.of_step(n, d)
+    # Of the depths within 2% of the best the deepest: it shows more of how often deep nodes are accepted.
+    depth = int((speedup.max(axis=0) > 0.98 * speedup.max()).nonzero()[0][-1])
+    best = int(speedup[:, depth].argmax()), depth
+    return Plan(optimal_tree(rates, best[0] + 1, depth + 1), float(G[best]), float(speedup[best]))
 
 
 def best_tree(decoder: Decoder) -> Tree:
-    """The best by what was counted. A planned one stays in use unless another promises 3% more."""
+    """The best by what was counted: of the shape that was given, or of all."""
     rates = decoder.acceptance.rates()[:, : decoder.vocabulary]
     if decoder.tree != "auto":
         return optimal_tree(rates, *decoder.tree)
-    best, layout = plan(rates, decoder.latency), decoder.layout
-    now = plan(rates, decoder.latency, layout.tree) if layout else best
-    decoder.plan = best if best.speedup > 1.03 * now.speedup else now
+    decoder.plan = plan(rates, decoder.latency)
     return decoder.plan.tree
 
 
 def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
     """Times whole steps after the prompt's last 64 tokens: with n nodes on d levels one takes t(n) + (d - 1)
     c. The texts are thrown away, what they show of the acceptance is counted. The trees take turns, as a
-    machine's speed drifts, for a second or 30 plain steps, whichever is longer. They grow while t(n) < 1.6
-    t(1): beyond that, time grows faster than tokens."""
+    machine's speed drifts, for a second or 30 plain steps, whichever is longer. They grow until a step takes
+    2.5 times as long as a plain one: beyond that, time grows faster than tokens."""
     def clock():
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
@@ -1023,41 +960,42 @@ def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
             torch.distributed.broadcast(now, src=0)
         return now.item()
 
-    def seconds(tree):
-        # The first steps warm up; on a GPU the third records.
-        times, warm = [], 3 if decoder.static else 1
-        least = 0 if tree.size in visits else warm + 2
-        while len(times) < least or in_time() and len(times) < 99 and sum(times[warm:]) < 0.03:
-            if not times or decoder.length + tree.size + tree.depth >= decoder.capacity:
-                decoder.begin(prompt[-64:], history)
-                decoder.use(tree)
+    def visit(tree):
+        """Two steps more with this tree, after some to warm up: on a GPU the third records."""
+        decoder.begin(prompt[-64:], history)
+        decoder.use(tree)
+        for i in range(-3 if decoder.static else -1, 2):
             begun = clock()
             decoder.step()
-            times.append(clock() - begun)
-        visits.setdefault(tree.size, []).extend(times[warm:])
-        return float(np.median(visits[tree.size]))
+            if i >= 0:
+                seconds.setdefault(tree, []).append(clock() - begun)
 
-    def in_time():
-        return clock() - start < max(1, 30 * t.get(1, 0))
+    def late():
+        return clock() - start > max(1, 30 * np.median(seconds[plain]))
 
-    visits, start, t = {}, clock(), {}
-    while in_time():
-        t, size = {1: seconds(Tree([-1]))}, 4
-        c = max(0.0, (seconds(chain(5)) - seconds(chain(1))) / 4)
-        while size <= LARGEST and t[max(t)] < 1.6 * t[1] and (size <= 16 or size in visits or in_time()):
-            tree = optimal_tree(PRIOR[: decoder.vocabulary], size, size.bit_length())
-            # Noise only adds to a time, so a larger tree never takes less.
-            t[size] = max(seconds(tree) - (tree.depth - 1) * c, t[max(t)])
-            size *= 2
+    seconds, start, plain = {}, clock(), Tree([-1])
+    for tree in (plain, chain(1), chain(5)):
+        visit(tree)
+    for size in (4, 8, 16, 32, 64, 128, 256):
+        # A slow target has times for 16 nodes all the same.
+        if size > 16 and (late() or np.median(seconds[tree]) > 2.5 * np.median(seconds[plain])):
+            break
+        tree = optimal_tree(PRIOR[: decoder.vocabulary], size, size.bit_length())
+        visit(tree)
+    while not late():
+        visit(min(seconds, key=lambda tree: len(seconds[tree])))
+    step = {tree: float(np.median(times)) for tree, times in seconds.items()}
+    c = max(0.0, (step.pop(chain(5)) - step.pop(chain(1))) / 4)
+    # Noise only adds to a time, so a larger tree never takes less.
+    t = np.maximum.accumulate([time - (tree.depth - 1) * c for tree, time in step.items()])
     # What one text has shown counts a quarter of what the texts to come will show.
     counts = decoder.acceptance
     counts.steps, counts.tried, counts.accepted = 0, counts.tried / 4, counts.accepted / 4
     decoder.layout = None
-    return Latency(list(t), list(t.values()), c, clock() - start)
+    return Latency([tree.size for tree in step], t.tolist(), c, clock() - start)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU
+# --- 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
 
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
@@ -1068,8 +1006,8 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
 def pack(model, rows: int = 16):
     """Prepares a model on a CPU for decoding, in place, and returns it: lays out the weights of its linear
     layers for oneDNN, the CPU's matrix library, and passes over about `rows` tokens, and records its pass.
-    The numbers are the same but for rounding, at the memory's speed. A packed model cannot be trained, saved
-    or changed. One on a GPU, offloaded, or of a dtype that oneDNN cannot take stays as it is."""
+    Its numbers change by rounding. It cannot be trained, saved or changed any more. A model on a GPU,
+    offloaded, or of a dtype that oneDNN cannot take stays as it is."""
     dtypes = [torch.float32, torch.bfloat16][: 1 + torch.ops.mkldnn._is_mkldnn_bf16_supported()]
     done = {"recording", "offloaded"} & vars(model).keys()
     if done or model.device.type != "cpu" or model.dtype not in dtypes:
@@ -1077,11 +1015,10 @@ def pack(model, rows: int = 16):
     parent = {layer: one for one in model.requires_grad_(False).modules() for layer in one.children()
               if type(layer) is nn.Linear}
     given, groups = {}, {}
-    hooks = [layer.register_forward_pre_hook(lambda layer, inputs: given.setdefault(layer, inputs[0]))
-             for layer in parent]
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda layer, inputs: given.setdefault(layer, inputs[0]) if layer in parent else None)
     model(torch.zeros(1, 2, dtype=torch.long))
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     # Layers of one parent with the same input, such as queries, keys and values, in the order of calls.
     for layer in {**given, **parent}:
         groups.setdefault((parent[layer], id(given.get(layer, layer)), layer.bias is None), []).append(layer)
@@ -1147,21 +1084,20 @@ def record(model, weights) -> Callable:
 
 @torch.no_grad()
 def offload(model, device, resident: int = 0):
-    """Moves a model to a device, all but the weights of its decoder layers, for a target larger than the
-    device. They stay in host memory, pinned for a GPU. Two sets of buffers on the device take them in turns:
-    while a layer is computed from one, the next is copied to the other. Works in place and returns the model.
-    resident: how many layers stay on the device all the same, and one more if the rest are odd. Raises
-    ValueError for a packed or offloaded model, one without a list of layers, and weights that layers
-    share."""
+    """Moves a model to a device, in place, all but the weights of its decoder layers, for a target larger
+    than the device. Those stay in host memory, pinned for a GPU. Two sets of buffers on the device take them
+    in turns: while a layer is computed from one, the next is copied to the other. resident: how many layers
+    stay on the device all the same, and one more if the rest are odd. Raises ValueError for a packed or
+    offloaded model, one without a list of layers, and layers that share weights."""
     device, count = torch.device(device), model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists or {"recording", "offloaded"} & vars(model).keys():
         raise ValueError(f"{type(model).__name__} is packed or offloaded, or has no list of {count} layers")
     layers, cuda = lists[0][resident + (count - resident) % 2 :], device.type == "cuda"
     weights, stored, buffers, held = [list(layer.parameters()) for layer in layers], [], {}, {}
-    streaming, inside = {id(weight) for layer in weights for weight in layer}, {*layers.modules()}
-    outside = [p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)]
-    if len(streaming) < sum(map(len, weights)) or any(id(p) in streaming for p in outside):
+    streaming = {id(weight) for layer in weights for weight in layer}
+    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False) if id(p) in streaming]
+    if len(uses) > len(streaming):
         raise ValueError(f"{type(model).__name__} has layers that share weights")
     stream = torch.cuda.Stream(device) if cuda else None
 
@@ -1196,19 +1132,17 @@ def offload(model, device, resident: int = 0):
     return model.eval().requires_grad_(False)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 9  Front doors: generate, and the command line
+# --- 9  Front doors: generate, and the command line ---------------------------------------------------------
 
 
 def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None,
              stopping_criteria=(), **kwargs):
     """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with what transformers does not
     pass on to a custom loop: a streamer, and stop_strings with their tokenizer."""
-    criteria = StoppingCriteriaList(stopping_criteria)
-    if stop_strings is not None:
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    stops = [StopStringCriteria(tokenizer, stop_strings)] if stop_strings is not None else []
     return target.generate(input_ids, custom_generate=functools.partial(decode, streamer=streamer),
-                           draft=draft, stopping_criteria=criteria, **kwargs)
+                           draft=draft, stopping_criteria=StoppingCriteriaList([*stopping_criteria, *stops]),
+                           **kwargs)
 
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -1219,57 +1153,44 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 def arguments(argv=None):
     """What the command line says. Raises ValueError for numbers out of range."""
-    parser = argparse.ArgumentParser("sequoia.py", description="Decodes what a target model alone would, but "
-                                     "faster, by a draft model's trees of tokens.")
-    add, device = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser("sequoia.py", description="Decodes text as the target would, faster.")
+    add, gpu = parser.add_argument, f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (the bundled target)")
     add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (the bundled)")
-    add("--prompt", default=PROMPT, help="text to go on from, @FILE, or - for standard input (a class)")
+    add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
     add("--temperature", type=float, default=0.6, metavar="T", help="0 is greedy (0.6)")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability together")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    add("--min-p", type=float, metavar="P", help="keep tokens this likely, relative to the likeliest")
     add("--seed", type=int, default=0, help="the same seed and tree give the same text (0)")
     add("--method", default="sequoia", choices=METHODS, help="how children are drawn and verified (sequoia)")
     add("--tree", default="auto", help="auto (the fastest for pair and machine), SIZExDEPTH (the best of "
-        "that shape), sequences:KxL, kary:KxD, or none, which is plain decoding (auto)")
-    add("--device", default=device, help="(cuda where there is one, else cpu)")
+        "that shape), or none, which is plain decoding (auto)")
+    add("--device", default=gpu if torch.cuda.is_available() else "cpu", help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
-    add("--resident", type=int, default=0, metavar="N", help="layers that are not offloaded (0)")
-    add("--no-cuda-graph", dest="cuda_graph", action="store_false", help="run steps operator by operator")
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     for name, least, most in (("max_new_tokens", 1, 2**31), ("temperature", 0, 100), ("top_k", 1, 2**31),
-                              ("top_p", 1e-9, 1), ("min_p", 1e-9, 1), ("seed", 0, 1e18), ("resident", 0, 99)):
+                              ("top_p", 1e-9, 1), ("seed", 0, 1e18)):
         if (value := getattr(args, name)) is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}")
-    if RANKS > 1 and args.device == "cuda":
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     args.tree = parse_tree(args.tree)
     return args
 
 
-def parse_tree(spec: str) -> "Tree | str | tuple[int, int]":
-    """What a Decoder takes, for a tree described as auto, SIZExDEPTH, sequences:KxL, kary:KxD or none."""
+def parse_tree(spec: str) -> "Tree | str | tuple[int, ...]":
+    """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
     if spec in ("auto", "none"):
         return Tree([-1]) if spec == "none" else spec
-    try:
-        kind, _, numbers = spec.rpartition(":")
-        a, b = map(int, numbers.split("x"))
-        _at_least_one(size=a, depth=b)
-        return {"": lambda *pair: pair, "sequences": sequences, "kary": k_ary}[kind](a, b)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"trees: auto, none, SIZExDEPTH, sequences:KxL, kary:KxD; not {spec!r}") from error
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", spec):
+        raise ValueError(f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
+    return tuple(map(int, spec.split("x")))
 
 
 def read(kind, name: str, **kwargs):
     """`kind.from_pretrained(name)`, of which all errors, and damaged files raise any, become a ValueError."""
     try:
-        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise ValueError("there is no such folder")
         return kind.from_pretrained(name, **kwargs)
     except Exception as error:
         reason = " ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
@@ -1279,21 +1200,18 @@ def read(kind, name: str, **kwargs):
 def load(name: str, args, large: bool = False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
     ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
-    good = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    kwargs = {"dtype": getattr(torch, args.dtype or ("bfloat16" if good else "float32"))}
     sharded, mapped = large and RANKS > 1, large and args.offload and args.device == "cpu"
-    if sharded:
-        kwargs["distributed_config"] = DistributedConfig(tp_size=RANKS)
-    if mapped:
-        # Weights that keep their files' dtype are mapped, and the system pages them in and out.
-        kwargs["dtype"] = "auto"
-    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = read(AutoModelForCausalLM, name, **kwargs)
+    good = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # Weights that keep their files' dtype are mapped, and the system pages them in and out.
+    dtype = "auto" if mapped else args.dtype or ("bfloat16" if good else "float32")
+    kwargs = {"distributed_config": DistributedConfig(tp_size=RANKS)} if sharded else {}
+    model, found = read(AutoModelForCausalLM, name, dtype=dtype, output_loading_info=True,
+                        ignore_mismatched_sizes=True, **kwargs)
     if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[0]}")
     attention_windows(model)
     if large and args.offload and not mapped:
-        return offload(model, args.device, args.resident)
+        return offload(model, args.device)
     return model.eval() if mapped or sharded else pack(model.to(args.device).eval())
 
 
@@ -1314,9 +1232,8 @@ def run(args) -> int:
     if RANKS > 1:
         torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     tokenizer, text, steps, stamps, code = load_tokenizer(args), args.prompt, [], [], 0
-    if text == "-" or text.startswith("@"):
-        # A UnicodeDecodeError, for what is no text, is a ValueError.
-        text = (sys.stdin.buffer.read() if text == "-" else Path(text[1:]).read_bytes()).decode("utf-8")
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt is empty; give it at least one token of text")
@@ -1332,46 +1249,36 @@ def run(args) -> int:
             print(f"step {len(steps)} adds {tokenizer.decode(step.tokens)!r}\n{step.tree.draw(labels)}\n")
 
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    decoder = Decoder(target, draft, args.tree, args.method, generator, on_step, args.cuda_graph)
-    streamer = None if args.json or args.explain or RANK else TextStreamer(tokenizer)
-    loop = functools.partial(decoder, streamer=streamer)
-    length, start = ids.shape[1], time.perf_counter()
+    decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
+    loop = functools.partial(decoder, streamer=None if args.explain or RANK else TextStreamer(tokenizer))
+    length = ids.shape[1]
     room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - length
     try:
         out = target.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0, custom_generate=loop,
-            temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p, min_p=args.min_p,
+            temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p,
             max_new_tokens=max(1, min(args.max_new_tokens, room)))
-        out = out[0, length:].tolist()
+        count = out.shape[1] - length
     except KeyboardInterrupt:
-        code, out = 130, [token for step in steps for token in (step.node_tokens[0], *step.tokens[:-1])]
+        code, count = 130, sum(len(step.tokens) for step in steps)
     if not RANK:
-        summarise(args, decoder, steps, stamps, out, tokenizer.decode(out), time.perf_counter() - start)
+        summarise(args, decoder, steps, stamps, count)
     if RANKS > 1:
         torch.distributed.destroy_process_group()
     return code
 
 
-def summarise(args, decoder, steps, stamps, out, text, seconds):
-    """Prints what the text cost, or all as one JSON object."""
-    tree, latency = steps[-1].tree if steps else Tree([-1]), decoder.latency
-    planning, tokens = latency.spent if latency else 0.0, sum(len(step.tokens) for step in steps)
-    result = dict(
-        text=text, token_ids=out, new_tokens=len(out), steps=len(steps), seconds=seconds, seed=args.seed,
-        tokens_per_step=tokens / max(1, len(steps)), tokens_per_second=len(out) / (seconds - planning),
-        planning_seconds=planning, tree=dict(size=tree.size, depth=tree.depth, paths=tree.paths()),
-        method=args.method, temperature=args.temperature, device=args.device,
-        dtype=str(decoder.models[0].dtype)[6:], acceptance_rates=decoder.acceptance.rates()[0].tolist())
-    if args.json:
-        return print(json.dumps(result))
-    print("\n{new_tokens} tokens in {steps} steps, {tokens_per_step:.2f} tokens a step, "
-          "{tokens_per_second:.0f} a second\ntree: {tree[size]} nodes on {tree[depth]} levels; method: "
-          "{method}, temperature {temperature:g}, seed {seed}, {dtype} on {device}".format(**result))
+def summarise(args, decoder, steps, stamps, count):
+    """Prints what the text cost."""
+    tree, tokens = steps[-1].tree if steps else Tree([-1]), [len(step.tokens) for step in steps]
+    pace = sum(tokens[1:]) / (stamps[-1] - stamps[0]) if len(steps) > 1 else 0.0
+    print(f"\n{count} tokens in {len(steps)} steps, {sum(tokens) / max(1, len(steps)):.2f} tokens a step, "
+          f"{pace:.0f} a second\ntree: {tree.size} nodes on {tree.depth} levels; method: {args.method}, "
+          f"temperature {args.temperature:g}, seed {args.seed}, {decoder.models[0].dtype} on {args.device}")
     if decoder.plan:
-        _, tokens, speedup = decoder.plan
-        print(f"plan: {tokens:.2f} tokens a step, {speedup:.2f} times plain decoding; from times measured in "
-              f"{planning:.1f} s, so a seed alone does not repeat the text")
-        if len(steps) > 8 and np.median(np.diff(stamps)) > 2 * latency.t[0] * tokens / speedup:
+        print("plan: {1:.2f} tokens a step, {2:.2f} times plain decoding; from measured times, so a seed "
+              "alone does not repeat the text".format(*decoder.plan))
+        if len(steps) > 8 and np.median(np.diff(stamps)) > 2 * decoder.latency.of_step(tree.size, tree.depth):
             print("steps took more than twice as long as planned: is the processor busy with other work?")
 
 
