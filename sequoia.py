@@ -688,7 +688,7 @@ class Decoder:
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
         hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
-        self.capacity, self.sampling, self.plan = 0, None, None
+        self.capacity, self.sampling, self.latency, self.plan = 0, None, None, None
 
     @torch.inference_mode()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
