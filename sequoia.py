@@ -164,9 +164,9 @@ def expected_tokens(tree: Tree, acceptance_rates) -> float:
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
-    Why a sum: a step yields one token for each node that verification reaches, the root's being the target's
-    own, which ends the path. A node is reached if all on the way to it are accepted. The expected number of
-    events that happen is the sum of their chances, however they depend on one another."""
+    Why a sum: a step yields a token for each node that verification reaches. The root stands for the target's
+    own token, which ends the path. A node is reached if all on the way to it are accepted. The expected
+    number of events that happen is the sum of their chances, however they depend on one another."""
     rates, chance = _check_rates(acceptance_rates), [1.0]
     for node, parent in enumerate(tree.parents[1:], 1):
         level, rank = min(tree.depths[parent], len(rates) - 1), tree.ranks[node]
@@ -258,8 +258,7 @@ def _check_rates(acceptance_rates) -> np.ndarray:
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 
-# What a draft gives every token at least. It is lost in rounding, but where all else is used up children are
-# drawn by it, uniformly from the other tokens.
+# What a draft gives every token at least. It is lost in rounding where anything else is left to draw.
 EPSILON = 1e-30
 
 
@@ -275,7 +274,7 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
 
 def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible or there is a NaN. The
-    rows need not sum to 1. Subtle: torch.multinomial would ask the host, which a CUDA graph cannot hold."""
+    rows need not sum to 1. Subtle: torch.multinomial makes the host wait, which a CUDA graph cannot hold."""
     cumulated = probs.cumsum(dim=1, dtype=torch.float64)
     total = cumulated[:, -1:]
     uniform = torch.rand((len(probs), k), generator=generator, dtype=torch.float64, device=probs.device)
@@ -482,7 +481,7 @@ METHODS = {
     "traversal": Traversal(sample_without_replacement, ratios_in_turn),
 }
 # At temperature 0, whatever the method's name.
-GREEDY = Greedy(most_likely, ratios_of_naive)
+GREEDY = Greedy(most_likely, ratios=None)
 
 
 def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
@@ -582,7 +581,7 @@ class CachedModel:
         if not self.entries:
             # Entries of one shape share a buffer, so that one operation moves them all.
             shapes = [(entry.shape[1], self.capacity, entry.shape[3]) for entry in entries]
-            self.buffers = {shape: entries[0].new_zeros(shapes.count(shape), *shape) for shape in shapes}
+            self.buffers = {shape: entries[0].new_zeros(shapes.count(shape), *shape) for shape in set(shapes)}
             views = {shape: iter(buffer.split(1)) for shape, buffer in self.buffers.items()}
             self.entries = tuple(next(views[shape]) for shape in shapes)
         for ours, theirs in zip(self.entries, entries):
@@ -595,7 +594,7 @@ class CachedModel:
         """Places a tree in a cache of which the first slots are visible: its slots and positions, (size +
         1,), and for each window an additive mask, (1, 1, size + 1, visible)."""
         slots, positions = torch.arange(visible, device=base.device), base + layout.depth
-        # The node in each slot. Slots beyond the tree get the last column's, which no node sees.
+        # The node in each slot. Those before the root and beyond the tree get -1, which no node sees.
         node = (slots - base).clamp(-1, layout.tree.size)
         seen, zero = (slots < base) | layout.mask[:, node], self.entries[0].new_zeros(())
         distance = positions[:, None] - torch.where(slots < base, slots, positions[node])
@@ -629,8 +628,7 @@ class CachedModel:
 
 
 def attention_windows(model) -> dict[str, int | None]:
-    """The sliding window of each kind of attention layer, None where it sees everything. Raises ValueError
-    for a model that cannot verify a tree."""
+    """Each kind of attention layer's sliding window, or None. Raises ValueError if no tree can be scored."""
     config, text = model.config, model.config.get_text_config(decoder=True)
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ["sliding_attention"])
     if (config.is_encoder_decoder or model._is_stateful or getattr(text, "alibi", False)
@@ -683,7 +681,7 @@ class Decoder:
         if not shaped or self.given_method is None or None in self.models:
             raise ValueError(f"needs a Tree, (size, depth) or 'auto'; a draft, if the tree is more than its "
                              f"root; a method of {', '.join(METHODS)}; got {tree!r} and {method!r}")
-        self.generator, self.on_step, self.device = generator, on_step, target.device
+        self.generator, self.on_step, self.device = generator, on_step or (lambda step: None), target.device
         # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
         hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
@@ -721,8 +719,9 @@ class Decoder:
     def prepare(self, model, input_ids, processors, config, model_kwargs):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        if model is not self.models[0] or not 1 <= input_ids.shape[1] <= context:
-            raise ValueError(f"needs the target it was made for, and 1 to {context} tokens (its context)")
+        if model is not self.models[0] or not 1 <= input_ids.shape[1] < config.max_length <= context + 1:
+            raise ValueError(f"needs the target it was made for, and text within its context, 1 to {context} "
+                             f"tokens; got {input_ids.shape[1]}, with new ones {config.max_length}")
         unable = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         past = model_kwargs.get("past_key_values")
         if ("inputs_embeds" in model_kwargs or past is not None and past.get_seq_length() > 0
@@ -754,8 +753,7 @@ class Decoder:
                 self.due = max(64, 2 * self.acceptance.steps)
                 self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
             step = self.step()
-            if self.on_step is not None:
-                self.on_step(step)
+            self.on_step(step)
             yield from step.tokens
 
     def begin(self, prompt, history) -> int:
@@ -779,7 +777,7 @@ class Decoder:
         """One step, as the host sees it."""
         self.steps += 1
         run = self.replay if self.static and self.steps > 2 else self.program
-        # The step's one copy to the host.
+        # If static, the step's one copy to the host.
         node, token, *tokens, _ = run().tolist()
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
         step = Step(self.layout.tree, tokens, path, token)
@@ -794,7 +792,7 @@ class Decoder:
     def program(self) -> Tensor:
         """One step on the device: (size + 3,), the last accepted node, the token after it, all tokens.
 
-        If `static`, its shapes are fixed and it asks the host for no value: a CUDA graph can hold it."""
+        If `static`, its shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
         layout, models = self.layout, (self.target, *self.draft)
         # 1. The tree takes its place behind the text.
         for model in models:
@@ -886,7 +884,7 @@ class Acceptance:
         self.steps, (self.tried, self.accepted) = 0, np.zeros((2, levels, len(PRIOR)))
 
     def count(self, step: Step):
-        """Counts what a step has shown."""
+        """Counts the children that a walk to this step's end would have tried and accepted."""
         for depth, (node, onward) in enumerate(zip([0, *step.path], [*step.path, None])):
             children, level = step.tree.children[node], min(depth, len(self.tried) - 1)
             rank = len(children) if onward is None else onward - children[0]
@@ -986,8 +984,9 @@ def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
         visit(min(seconds, key=lambda tree: len(seconds[tree])))
     step = {tree: float(np.median(times)) for tree, times in seconds.items()}
     c = max(0.0, (step.pop(chain(5)) - step.pop(chain(1))) / 4)
-    # Noise only adds to a time, so a larger tree never takes less.
-    t = np.maximum.accumulate([time - (tree.depth - 1) * c for tree, time in step.items()])
+    t = np.array([time - (tree.depth - 1) * c for tree, time in step.items()])
+    # Noise only adds to a time. So a tree takes no longer than the fastest larger one.
+    t = np.minimum.accumulate(t[::-1])[::-1]
     # What one text has shown counts a quarter of what the texts to come will show.
     counts = decoder.acceptance
     counts.steps, counts.tried, counts.accepted = 0, counts.tried / 4, counts.accepted / 4
@@ -1006,9 +1005,10 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
 def pack(model, rows: int = 16):
     """Prepares a model on a CPU for decoding, in place, and returns it: lays out the weights of its linear
     layers for oneDNN, the CPU's matrix library, and passes over about `rows` tokens, and records its pass.
-    Its numbers change by rounding. It cannot be trained, saved or changed any more. A model on a GPU,
-    offloaded, or of a dtype that oneDNN cannot take stays as it is."""
+    Its numbers change by rounding. It cannot be trained, saved or changed any more. On a GPU, offloaded, or
+    of a dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree."""
     dtypes = [torch.float32, torch.bfloat16][: 1 + torch.ops.mkldnn._is_mkldnn_bf16_supported()]
+    attention_windows(model)
     done = {"recording", "offloaded"} & vars(model).keys()
     if done or model.device.type != "cpu" or model.dtype not in dtypes:
         return model
@@ -1049,14 +1049,15 @@ def join(layers, rows) -> Tensor:
 
 def record(model, weights) -> Callable:
     """The model's pass as a TorchScript trace, which runs the same operators without Python: about half the
-    time of a small model's pass. A trace holds the operators of one run, and in a mixture of experts they
-    depend on the tokens. So it is compared with the plain pass on other shapes and tokens, bit for bit. Where
-    they differ, or there can be no trace, this is the plain pass."""
+    time of a small model's pass. A trace holds the operators of one run. Mixtures of experts take others for
+    other tokens, some rotary embeddings for other positions. So it is compared, bit for bit, with the plain
+    pass on other inputs. Where they differ, or there can be no trace, this is the plain pass."""
     small, layout = CachedModel(model, capacity=32), Layout(k_ary(2, 4), "cpu")
     small.feed(torch.arange(4))
 
-    def example(base, nodes):
+    def example(base, nodes, ahead=0):
         small.place(layout, torch.tensor([base]), base + layout.tree.size)
+        small.positions = small.positions + ahead
         return small.inputs(torch.arange(base, base + layout.tree.size + 1), torch.arange(nodes))
 
     def run(*inputs):
@@ -1074,7 +1075,8 @@ def record(model, weights) -> Callable:
         for name in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
             getattr(torch._C, f"_jit_pass_{name}")(graph)
         traced = torch._C._create_function_from_graph("forward", graph)
-        others = [example(4, 15), example(5, 7), example(14, 2), example(16, 4)]
+        far = min(small.last_position, 10**6) - 8
+        others = [example(4, 15), example(5, 7), example(14, 2), example(16, 4), example(4, 3, far)]
         if all(torch.equal(recording(*inputs), small.run(*inputs)) for inputs in others):
             return recording
     except (RuntimeError, AttributeError):
@@ -1203,13 +1205,12 @@ def load(name: str, args, large: bool = False):
     sharded, mapped = large and RANKS > 1, large and args.offload and args.device == "cpu"
     good = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     # Weights that keep their files' dtype are mapped, and the system pages them in and out.
-    dtype = "auto" if mapped else args.dtype or ("bfloat16" if good else "float32")
+    dtype = args.dtype or ("auto" if mapped else "bfloat16" if good else "float32")
     kwargs = {"distributed_config": DistributedConfig(tp_size=RANKS)} if sharded else {}
     model, found = read(AutoModelForCausalLM, name, dtype=dtype, output_loading_info=True,
                         ignore_mismatched_sizes=True, **kwargs)
     if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[0]}")
-    attention_windows(model)
     if large and args.offload and not mapped:
         return offload(model, args.device)
     return model.eval() if mapped or sharded else pack(model.to(args.device).eval())
@@ -1217,7 +1218,8 @@ def load(name: str, args, large: bool = False):
 
 def load_tokenizer(args):
     """The target's tokenizer. The draft's must have the same tokens, but for added special ones."""
-    target, draft = (read(AutoTokenizer, name) for name in (args.target, args.draft))
+    target = read(AutoTokenizer, args.target)
+    draft = target if args.tree == Tree([-1]) else read(AutoTokenizer, args.draft)
     special = {str(x) for one in (target, draft) for x in one.added_tokens_decoder.values() if x.special}
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
     if differing - special:
@@ -1251,14 +1253,12 @@ def run(args) -> int:
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
     loop = functools.partial(decoder, streamer=None if args.explain or RANK else TextStreamer(tokenizer))
-    length = ids.shape[1]
-    room = (getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - length
     try:
         out = target.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0, custom_generate=loop,
             temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p,
-            max_new_tokens=max(1, min(args.max_new_tokens, room)))
-        count = out.shape[1] - length
+            max_new_tokens=args.max_new_tokens)
+        count = out.shape[1] - ids.shape[1]
     except KeyboardInterrupt:
         code, count = 130, sum(len(step.tokens) for step in steps)
     if not RANK:

@@ -1555,6 +1555,8 @@ def test_tokenizers_that_differ_in_added_special_tokens_are_accepted_with_a_line
         assert code == 0 and text_of(out)[1] == 4 and err == ""
         assert len(lines) == (pair != ("good", "good"))
         assert all(re.fullmatch("sequoia.py: .*special tokens.*\n", line) for line in lines)
+    # Without a tree nothing is asked of the draft.
+    assert run_main(capfd, f"--target={folders / 'ordinary'}", "--tree=none", "--max-new-tokens=4")[0] == 0
 
 
 def test_importing_is_silent_and_cheap():
