@@ -703,7 +703,7 @@ def at_once(ids, scores, **kwargs):
 
 def started(decoder, prompt, tree, **arguments):
     """A decoder after a prompt, just before its first step with a tree. Returns the first token, too."""
-    arguments = dict(max_new_tokens=100, top_k=0, do_sample=False, stopping_criteria=[at_once]) | arguments
+    arguments = dict(max_new_tokens=50, top_k=0, do_sample=False, stopping_criteria=[at_once]) | arguments
     decoder.models[0].generate(prompt, custom_generate=decoder, **arguments)
     first = decoder.begin(prompt[0], prompt)
     decoder.use(tree)
