@@ -14,7 +14,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is accepted
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       T[b][n] in _best_subtrees   equation 1; appendix for depth d; over all b it is G(n, d)
-    P, Q             target_probs, draft_probs   Algorithm 2, the models' distributions after one text
+    P, Q             P, Q; Decoder.probs         Algorithm 2, target's and draft's distributions after a text
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
     t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
@@ -258,7 +258,7 @@ def _check_rates(acceptance_rates) -> np.ndarray:
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 
-# What a draft gives every token at least. It is lost in rounding where anything else is left to draw.
+# What a draft gives every token at least. It counts only where nothing else is left to be drawn.
 EPSILON = 1e-30
 
 
