@@ -193,7 +193,7 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
     best = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    # Below the last row's level, from some number of levels on, one more makes no subtree better.
+    # From the last row's level down a table follows from that with a level less: two equal, and all are.
     last, more = len(np.atleast_2d(acceptance_rates)) - 1, 1
     while more < min(size, depth or size) and (best(last, more)[0] != best(last, more + 1)[0]).any():
         more += 1
@@ -226,6 +226,7 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
     node cost d b n^2, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
+    n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
     @functools.cache
     def best(level, depth):
@@ -237,9 +238,8 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
         for rate in rates[level] if depth > 1 else ():
             # Subtle: a rate of 0 times a value of -inf would be NaN.
             gain = np.where(G > 0, rate * G.clip(0), -np.inf)
-            # sums[n, m] = T(n - m, b - 1) + P[b] G(m), -inf where m > n.
-            shifted = np.concatenate([np.full(size, -np.inf), T[-1]])
-            sums = np.lib.stride_tricks.sliding_window_view(shifted, size + 1)[:, ::-1] + gain
+            # sums[n, m] = T(n - m, b - 1) + P[b] G(m). A negative n - m finds the -inf at the end.
+            sums = np.append(T[-1], np.full(size, -np.inf))[n_minus_m] + gain
             given.append(sums.argmax(axis=1))
             T.append(sums.max(axis=1))
         return np.max(T, axis=0), np.argmax(T, axis=0), given
@@ -441,19 +441,20 @@ class Traversal(Method):
     fewer on average. In a tree that branches it mostly yields more, but a branch may end the path early with
     mass that the walk would have left to the next.
 
-    If a child and all below it are rejected, its parent may still be accepted. The child has taken
-    min(a R, D) of the target's a R, and left = max(a R - D, 0) remains, with sum s. Against it stands 1 - a,
-    the chance that the parent is not wanted. So its mass becomes s / (s + 1 - a), its residual left / s."""
+    If a child and all below it are rejected, its parent may still be accepted. The child takes min(a R, D) of
+    a R, and left = max(a R - D, 0) remains, with sum s. So it takes a - s in all and is rejected with 1 - a +
+    s. Of that s is still the parent's: its mass becomes s / (s + 1 - a), its residual left / s."""
 
     def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
         P = target_probs(range(len(Q)))
         rows = self.sweep(layout.tree, tokens[:, None, None], P[:, None], Q[:, None], 0, P.new_ones(1, 1))
-        node, mass, residual = zip(*((layout.nodes[node, None], *more) for node, *more in rows))
+        nodes, mass, residual = zip(*rows)
         mass, residual = torch.cat(mass), torch.cat(residual)                           # (size, 1), (size, V)
         noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
         first = (noise < mass).max(dim=0).indices
-        return torch.cat(node)[first], sample_with_replacement(residual[first], 1, generator)[:, 0]
+        node = torch.stack([layout.nodes[node] for node in nodes])[first]
+        return node, sample_with_replacement(residual[first], 1, generator)[:, 0]
 
     def sweep(self, tree, tokens, P, Q, node, mass):
         """Yields each node below this one, then itself: node, mass (rows, 1), residual (rows, V). A row is
@@ -534,7 +535,8 @@ class Layout:
         self.offset, self.depth = tensor([*range(tree.size), -1]), tensor([*tree.depths, -1])   # (size + 1,)
         self.mask = nn.functional.pad(tree.mask, (0, 1, 0, 1)).to(device)       # (size + 1, size + 1)
         # For each level: its nodes with children; what the draft is fed for them, node -1 with the root; the
-        # most children of one; all their children, the next level; which of the proposals those are.
+        # most children of one; all their children, the next level; which of the proposals those are. In the
+        # tree drawn above, level 1: [1], [1], 2, nodes 4 and 5, [0, 1].
         self.levels = []
         for depth in range(tree.depth - 1):
             nodes = [i for i in range(tree.size) if tree.depths[i] == depth and tree.children[i]]
@@ -613,8 +615,8 @@ class CachedModel:
     def run(self, tokens, positions, slots, *masks_and_entries):
         """The pass as a function of tensors alone, so that it can be recorded."""
         masks, entries = masks_and_entries[: len(self.windows)], masks_and_entries[len(self.windows) :]
-        for layer, layer.keys, layer.values in zip(self.layers, entries[::2], entries[1::2]):
-            layer.slots, layer.visible = slots, masks[0].shape[-1]
+        for layer, keys, values in zip(self.layers, entries[::2], entries[1::2]):
+            layer.keys, layer.values, layer.slots, layer.visible = keys, values, slots, masks[0].shape[-1]
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
         # A padded vocabulary may be shorter than the target's, and a child that does not exist is -1.
         known = tokens.clamp(0, self.vocabulary - 1)[None]
@@ -885,11 +887,11 @@ class Acceptance:
 
     def count(self, step: Step):
         """Counts the children that a walk to this step's end would have tried and accepted."""
-        for depth, (node, onward) in enumerate(zip([0, *step.path], [*step.path, None])):
+        for depth, (node, child) in enumerate(zip([0, *step.path], [*step.path, None])):
             children, level = step.tree.children[node], min(depth, len(self.tried) - 1)
-            rank = len(children) if onward is None else onward - children[0]
-            self.tried[level, : min(rank + 1, len(children))] += 1
-            self.accepted[level, rank : rank + 1] += onward is not None
+            tried = len(children) if child is None else child - children[0] + 1
+            self.tried[level, :tried] += 1
+            self.accepted[level, tried - 1 : tried] += child is not None
         self.steps += 1
 
     def rates(self, weight: float = 8.0) -> np.ndarray:
@@ -1237,8 +1239,6 @@ def run(args) -> int:
     if text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
-    if ids.shape[1] == 0:
-        raise ValueError("the prompt is empty; give it at least one token of text")
     draft = None if args.tree == Tree([-1]) else load(args.draft, args)
     target = load(args.target, args, large=True)
 
@@ -1284,7 +1284,6 @@ def summarise(args, decoder, steps, stamps, count):
 
 def main(argv=None) -> int:
     """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
-    # What the libraries say is left out: a hub out of reach is one line of ours.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
