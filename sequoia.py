@@ -2,10 +2,10 @@
 
 A small draft model proposes a tree of tokens, the target model scores the whole tree in one forward pass, and
 a verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
-bound by memory reads its weights once a step, whether it scores one token or sixty-four: so tokens are
-speedup. Two things limit it: the draft runs once for each level below the root, and a large tree is not free,
-as the target computes longer than it reads. With t(n) seconds for a step of n nodes and c for a draft pass, a
-tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as the target alone.
+bound by memory reads its weights once a step, whether it scores one token or sixty-four: a step that yields
+three tokens is three times as fast. Two things limit it: the draft runs once for each level below the root,
+and a large tree is not free, as the target computes longer than it reads. With t(n) seconds for a step of n
+nodes and c for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -267,7 +267,7 @@ def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator
 
     Why sorting exponential noise does it: with E_i exponential, E_i / p_i is an arrival time, and token i
     comes first with probability p_i / sum p. Arrivals have no memory, so the next is drawn likewise among the
-    others. Subtle: noise of 24 bits would never draw a token of probability below 6e-8, hence float64."""
+    others. Subtle: noise of 24 bits would hardly draw a token of probability below 6e-8, hence float64."""
     log = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()
     return (log / (probs + EPSILON)).topk(k).indices
 
@@ -353,8 +353,8 @@ def ratios_of_spectr(P, Q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
-    Q[t]), which must not exceed P[t]: tries <= rho is enough. A smaller rho accepts more, so the smallest is
-    found by bisection: tries / rho falls as rho rises. What is then missing of P is the residual."""
+    Q[t]), which must not exceed P[t]: tries <= rho is enough. That holds for rho = k. A smaller rho accepts
+    more, so bisection goes down from k as far as it holds. What is then missing of P is the residual."""
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
     def tries(beta):
         return torch.where(beta > 1e-6, (1 - (1 - beta).clamp(min=0) ** k) / beta, k.to(P.dtype))
@@ -436,10 +436,10 @@ class Traversal(Method):
     rejected alone can be accepted for what comes below it.
 
     On a chain the walk reaches a node with the product of min(ratio, 1), and wastes what a ratio exceeds 1.
-    The mass a of a node keeps that: a child's is min(a R[t] / D[t], 1). So a node is kept with at least the
-    walk's probability, and as the expected tokens are a sum over nodes, on a chain traversal never yields
-    fewer on average. In a tree that branches it mostly yields more, but a branch may end the path early with
-    mass that the walk would have left to the next.
+    The mass a of a node, the chance that the path ends there or below, keeps that: a child's is
+    min(a R[t] / D[t], 1). So it is at least the walk's probability, and as the expected tokens are a sum over
+    nodes, on a chain traversal never yields fewer on average. In a tree that branches it mostly yields more,
+    but a branch may end the path early with mass that the walk would have left to the next.
 
     If a child and all below it are rejected, its parent may still be accepted. The child takes min(a R, D) of
     a R, and left = max(a R - D, 0) remains, with sum s. So it takes a - s in all and is rejected with 1 - a +
@@ -905,7 +905,7 @@ class Acceptance:
 
 
 class Latency(NamedTuple):
-    """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a draft pass."""
+    """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a level of a chain."""
     sizes: list
     t: list
     c: float
