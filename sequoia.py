@@ -258,7 +258,7 @@ def _check_rates(acceptance_rates) -> np.ndarray:
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 
-# What a draft gives every token at least. It counts only where nothing else is left to be drawn.
+# What a draft gives every token at least. It counts only where nothing else is left.
 EPSILON = 1e-30
 
 
@@ -443,7 +443,8 @@ class Traversal(Method):
 
     If a child and all below it are rejected, its parent may still be accepted. The child takes min(a R, D) of
     a R, and left = max(a R - D, 0) remains, with sum s. So it takes a - s in all and is rejected with 1 - a +
-    s. Of that s is still the parent's: its mass becomes s / (s + 1 - a), its residual left / s."""
+    s. Of that s is still the parent's: its mass becomes s / (s + 1 - a), its residual left / s. So the path
+    ends at the parent or below with a - s + s = a, which is what its mass a said."""
 
     def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
