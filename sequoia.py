@@ -444,7 +444,7 @@ class Traversal(Method):
     If a child and all below it are rejected, its parent may still be accepted. The child takes min(a R, D) of
     a R, and left = max(a R - D, 0) remains, with sum s. So it takes a - s in all and is rejected with 1 - a +
     s. Of that s is still the parent's: its mass becomes s / (s + 1 - a), its residual left / s. So the path
-    ends at the parent or below with a - s + s = a, which is what its mass a said."""
+    ends at the parent or below with a - s + s = a, as its mass said."""
 
     def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
@@ -660,7 +660,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that look at nothing but the scores.
+# Processors that look at the scores alone.
 HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -1233,7 +1233,7 @@ def load_tokenizer(args):
 
 
 def run(args) -> int:
-    """Loads, decodes, and prints what came of it. Returns the exit code."""
+    """Loads, decodes, prints. Returns the exit code."""
     if RANKS > 1:
         torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     tokenizer, text, steps, stamps, code = load_tokenizer(args), args.prompt, [], [], 0
