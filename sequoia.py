@@ -1,26 +1,31 @@
 """Sequoia: tree speculative decoding, lossless, in one file.
 
-A small draft model proposes a tree of tokens, the target model scores the whole tree in one forward pass, and
-a verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
-bound by memory reads its weights once a step, whether it scores one token or sixty-four: a step that yields
-three tokens is three times as fast. Two things limit it: the draft runs once for each level below the root,
-and a large tree is not free, as the target computes longer than it reads. With t(n) seconds for a step of n
-nodes and c for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
+A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
+verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
+bound by memory reads its weights once a step, whether it scores one token or sixty-four. So a step that
+yields three tokens is three times as fast. Two things limit this. The draft runs once for each level below
+the root. And a large tree is not free, as at some size the target computes longer than it reads. With t(n)
+seconds for a step of n nodes and c for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c)
+times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
     paper            here                        where
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is accepted
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is accepted,
+                                                 whichever ancestors were: so chances multiply along a path
     F(T)             expected_tokens             Proposition 3.4
-    T[n, d, b]       T[b][n] in _best_subtrees   equation 1; appendix for depth d; over all b it is G(n, d)
-    P, Q             P, Q; Decoder.probs         Algorithm 2, target's and draft's distributions after a text
+    T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
+    P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
+    log P, log Q     p, q: scores                the same as scores, logarithms up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
     t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
-device, decoding. 7 plans, 8 makes passes fast or small, 9 is the command line. Each uses what stands above
-it; only the decoder calls the planner. Left out: training drafts, batched serving, recurrent models.
+device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. Each section needs
+only what stands above it, with two exceptions: section 4 takes section 5's index tensors as an argument, and
+the decoder takes its trees from section 7's planner. Left out: training drafts, batched serving, recurrent
+models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
@@ -28,10 +33,13 @@ it; only the decoder calls the planner. Left out: training drafts, batched servi
 import argparse
 import functools
 import inspect
+import math
 import operator
 import os
 import re
+import statistics
 import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -42,11 +50,13 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+from transformers import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
+from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
+from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.cache_utils import Cache, StaticLayer
-from transformers.distributed import DistributedConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
@@ -71,13 +81,18 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self):
-        parents, depths, ranks, children = tuple(map(operator.index, self.parents)), [0], [0], [[]]
+        parents = tuple(map(operator.index, self.parents))
         if parents[:1] != (-1,):
             raise ValueError(f"a tree starts with its root, whose parent is -1; got parents {parents[:8]}")
-        for node, (elder, parent) in enumerate(zip(parents, parents[1:]), 1):
-            if not max(0, elder) <= parent < node:
+        depths = [0]
+        ranks = [0]
+        children = [[]]
+        for node in range(1, len(parents)):
+            parent = parents[node]
+            least = max(0, parents[node - 1])
+            if not least <= parent < node:
                 raise ValueError(f"nodes must be in level order: the parent of node {node} must be from "
-                                 f"{max(0, elder)} to {node - 1}, got {parent}")
+                                 f"{least} to {node - 1}, got {parent}")
             depths.append(depths[parent] + 1)
             ranks.append(len(children[parent]))
             children[parent].append(node)
@@ -91,43 +106,48 @@ class Tree:
         """The inverse of `paths`: (0,), (1,), (0, 0) are the root's first two children and the first one's
         first child. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted({tuple(path) for path in paths} | {()}, key=lambda path: (len(path), path))
+        parents = [-1]
         for path in nodes[1:]:
             needed = path[:-1] + (path[-1] - 1,) if path[-1] else path[:-1]
             if needed not in nodes:
                 raise ValueError(f"path {path} needs {needed}, its parent or elder sibling, in the tree")
-        return cls([nodes.index(path[:-1]) if path else -1 for path in nodes])
+            parents.append(nodes.index(path[:-1]))
+        return cls(parents)
 
     def paths(self) -> list[tuple[int, ...]]:
         """Every node but the root as its ranks from the root down, in level order."""
         paths = [()]
-        for parent, rank in zip(self.parents[1:], self.ranks[1:]):
-            paths.append((*paths[parent], rank))
+        for node in range(1, self.size):
+            paths.append((*paths[self.parents[node]], self.ranks[node]))
         return paths[1:]
 
     @functools.cached_property
     def mask(self) -> Tensor:
         """Who may attend to whom, (size, size) bool: mask[i, j] where j is i or an ancestor of i."""
         mask = np.eye(self.size, dtype=bool)
-        for node, parent in enumerate(self.parents[1:], 1):
-            mask[node] |= mask[parent]
+        for node in range(1, self.size):
+            mask[node] |= mask[self.parents[node]]
         return torch.from_numpy(mask)
 
     def draw(self, labels) -> str:
         """The tree as text, a line for each leaf, its nodes shown by these labels, (size,) strings."""
-        # Each entry: a node, what stands before it on its line, and on the lines below.
-        lines, stack = [], [(0, "", "")]
+        lines = []
+        # Each entry: a node, what stands before it on its line, and what stands there on the lines below.
+        stack = [(0, "", "")]
         while stack:
             node, line, below = stack.pop()
-            line, below = line + labels[node], below + " " * len(labels[node])
-            *elder, youngest = self.children[node] or [None]
-            if youngest is None:
+            line += labels[node]
+            below += " " * len(labels[node])
+            children = self.children[node]
+            if not children:
                 lines.append(line)
-            elif not elder:
-                stack.append((youngest, line + "──", below + "  "))
+            elif len(children) == 1:
+                stack.append((children[0], line + "──", below + "  "))
             else:
-                stack.append((youngest, below + " └─", below + "   "))
-                stack.extend((child, below + " ├─", below + " │ ") for child in reversed(elder[1:]))
-                stack.append((elder[0], line + "─┬─", below + " │ "))
+                stack.append((children[-1], below + " └─", below + "   "))
+                for child in reversed(children[1:-1]):
+                    stack.append((child, below + " ├─", below + " │ "))
+                stack.append((children[0], line + "─┬─", below + " │ "))
         return "\n".join(lines)
 
     def __str__(self):
@@ -148,7 +168,8 @@ def sequences(k: int, length: int) -> Tree:
 def k_ary(k: int, depth: int) -> Tree:
     """The full tree of `depth` levels in which every node above the last has `k` children."""
     _at_least_one(k=k, depth=depth)
-    return Tree([-1] + [node // k for node in range(sum(k**level for level in range(1, depth)))])
+    inner = sum(k**level for level in range(depth - 1))
+    return Tree((-1, *np.repeat(range(inner), k)))
 
 
 def _at_least_one(**values):
@@ -165,20 +186,28 @@ def expected_tokens(tree: Tree, acceptance_rates) -> float:
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
     Why a sum: a step yields a token for each node that verification reaches. The root stands for the target's
-    own token, which ends the path. A node is reached if all on the way to it are accepted. The expected
-    number of events that happen is the sum of their chances, however they depend on one another."""
-    rates, chance = _check_rates(acceptance_rates), [1.0]
-    for node, parent in enumerate(tree.parents[1:], 1):
-        level, rank = min(tree.depths[parent], len(rates) - 1), tree.ranks[node]
-        chance.append(chance[parent] * rates[level, rank] if rank < rates.shape[1] else 0.0)
+    own token, which ends the path. The expected number of events that happen is the sum of their chances,
+    however they depend on one another. Why products: a node is reached if it and all its ancestors are
+    accepted, and the rates are taken to be the same whichever ancestors were accepted (Definition 3.2)."""
+    rates = _check_rates(acceptance_rates)
+    chance = [1.0]
+    for node in range(1, tree.size):
+        parent = tree.parents[node]
+        level = min(tree.depths[parent], len(rates) - 1)
+        rank = tree.ranks[node]
+        rate = rates[level, rank] if rank < rates.shape[1] else 0.0
+        chance.append(chance[parent] * rate)
     return float(sum(chance))
 
 
 def expected_tokens_table(acceptance_rates, size: int, depth: int, max_branch=None) -> np.ndarray:
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
-    best = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    return np.stack([np.full(size + 1, -np.inf), *(best(0, d)[0] for d in range(1, depth + 1))], axis=1)
+    best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
+    columns = [np.full(size + 1, -np.inf)]
+    for d in range(1, depth + 1):
+        columns.append(best_subtrees(0, d).G)
+    return np.stack(columns, axis=1)
 
 
 def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_branch=None) -> Tree:
@@ -192,58 +221,74 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
-    best = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    # From the last row's level down a table follows from that with a level less: two equal, and all are.
-    last, more = len(np.atleast_2d(acceptance_rates)) - 1, 1
-    while more < min(size, depth or size) and (best(last, more)[0] != best(last, more + 1)[0]).any():
-        more += 1
-    depth = min(depth or last + more, last + more)
-    possible = np.isfinite(best(0, depth)[0]).nonzero()[0]
+    best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
+    # From this level down all levels have the same rates. So the table of d + 1 levels follows from that of d
+    # levels. Once two are equal, all further ones are: more levels gain nothing.
+    bottom = len(np.atleast_2d(acceptance_rates)) - 1
+    levels = 1
+    while levels < min(size, depth or size):
+        if (best_subtrees(bottom, levels).G == best_subtrees(bottom, levels + 1).G).all():
+            break
+        levels += 1
+    depth = min(depth or size, bottom + levels)
+    possible = np.isfinite(best_subtrees(0, depth).G).nonzero()[0]
     if size not in possible:
         raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
-    parents, nodes = [-1], [(0, size)]
-    # The list of each node's level and its subtree's size grows while it is read.
+    parents = [-1]
+    # Each node's level and its subtree's size. The list grows while it is read.
+    nodes = [(0, size)]
     for node, (level, n) in enumerate(nodes):
-        _, branch, given = best(min(level, last), depth - level)
-        subtrees = []
-        for b in reversed(range(branch[n])):
-            subtrees.insert(0, int(given[b][n]))
-            n -= subtrees[0]
-        nodes.extend((level + 1, m) for m in subtrees)
-        parents.extend([node] * len(subtrees))
+        best = best_subtrees(min(level, bottom), depth - level)
+        sizes = []
+        for b in reversed(range(best.children[n])):
+            m = int(best.last_child[b][n])
+            sizes.insert(0, m)
+            n -= m
+        for m in sizes:
+            nodes.append((level + 1, m))
+            parents.append(node)
     return Tree(parents)
 
 
+class _BestSubtrees(NamedTuple):
+    """The best subtrees of n nodes, for all n from 0 to `size`, on one level and with so many levels."""
+    G: np.ndarray            # (size + 1,) their expected tokens, -inf where there is no such subtree
+    children: np.ndarray     # (size + 1,) the number of their root's children
+    last_child: list         # for the b-th child: (size + 1,) its nodes, where the root has b children
+
+
 def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
-    """A function of a level and a number of levels: the best subtrees rooted on that level, of n nodes for
-    all n up to `size`. With b children of their root, and P its level's acceptance rates, their value is
+    """A function of a level and a number of levels: the _BestSubtrees rooted there. With b children of their
+    root, and rate_b the chance that the b-th is accepted, their value is
 
-        T(n, b) = max over m of  T(n - m, b - 1) + P[b] G(m)                                  (equation 1)
+        with_children(n, b) = max over m of  with_children(n - m, b - 1) + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, and G(m) is the maximum over b on the level below. The function returns
-    G(n) and the b that attains it, (size + 1,) each, and each child's m, (children, size + 1). One child
-    costs n^2 additions, all m for all n (half would do, m <= n): so trees of up to d levels and b children a
-    node cost d b n^2, for each row of rates."""
+    where the b-th child gets m nodes, and G(m) is the maximum over b on the level below. One child costs n^2
+    additions, all m for all n (half would do, m <= n). So trees of up to d levels and b children a node cost
+    d b n^2, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
     @functools.cache
-    def best(level, depth):
-        T, given = [np.full(size + 1, -np.inf)], []
-        # T(1, 0): the root alone.
-        T[0][1] = 1.0
-        # The last row holds for all deeper levels.
-        G = best(min(level + 1, len(rates) - 1), depth - 1)[0] if depth > 1 else None
-        for rate in rates[level] if depth > 1 else ():
-            # Subtle: a rate of 0 times a value of -inf would be NaN.
-            gain = np.where(G > 0, rate * G.clip(0), -np.inf)
-            # sums[n, m] = T(n - m, b - 1) + P[b] G(m). A negative n - m finds the -inf at the end.
-            sums = np.append(T[-1], np.full(size, -np.inf))[n_minus_m] + gain
-            given.append(sums.argmax(axis=1))
-            T.append(sums.max(axis=1))
-        return np.max(T, axis=0), np.argmax(T, axis=0), given
-    return best
+    def best_subtrees(level, depth):
+        leaf = np.full(size + 1, -np.inf)
+        leaf[1] = 1.0
+        with_children = [leaf]
+        last_child = []
+        if depth > 1:
+            # The last row of rates holds for all deeper levels.
+            below = best_subtrees(min(level + 1, len(rates) - 1), depth - 1).G
+            for rate in rates[level]:
+                # Subtle: a rate of 0 times a value of -inf would be NaN.
+                gain = np.where(below > 0, rate * below.clip(0), -np.inf)
+                # Subtle: a negative n - m finds the -inf at the end.
+                fewer = np.append(with_children[-1], np.full(size, -np.inf))
+                sums = fewer[n_minus_m] + gain                                        # (size + 1 n, size + 1 m)
+                last_child.append(sums.argmax(axis=1))
+                with_children.append(sums.max(axis=1))
+        return _BestSubtrees(np.max(with_children, axis=0), np.argmax(with_children, axis=0), last_child)
+    return best_subtrees
 
 
 def _check_rates(acceptance_rates) -> np.ndarray:
@@ -251,40 +296,57 @@ def _check_rates(acceptance_rates) -> np.ndarray:
     if rates.ndim not in (1, 2) or rates.shape[:-1] == (0,) or not ((0 <= rates) & (rates <= 1)).all():
         raise ValueError(f"acceptance_rates must be finite, in [0, 1], of shape (ranks,) or (levels, ranks), "
                          f"got {rates.shape}")
-    if (total := rates.sum(axis=-1).max()) > 1 + 1e-6:
+    total = rates.sum(axis=-1).max()
+    if total > 1 + 1e-6:
         raise ValueError(f"the acceptance_rates of a level sum to {total:.4f}, but at most one is accepted")
     return np.atleast_2d(rates)
 
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
-
-# What a draft gives every token at least. It counts only where nothing else is left.
-EPSILON = 1e-30
-
-
-def sample_without_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k different tokens a row, (rows, V) -> (rows, k), each drawn from what the earlier ones leave.
-
-    Why sorting exponential noise does it: with E_i exponential, E_i / p_i is an arrival time, and token i
-    comes first with probability p_i / sum p. Arrivals have no memory, so the next is drawn likewise among the
-    others. Subtle: noise of 24 bits would hardly draw a token of probability below 6e-8, hence float64."""
-    log = torch.rand(probs.shape, generator=generator, dtype=torch.float64, device=probs.device).log_()
-    return (log / (probs + EPSILON)).topk(k).indices
+#
+# What a model says travels as scores: logarithms of probabilities up to a constant, float32, -inf where a
+# token is ruled out. Scores do not underflow, so what follows holds at every temperature.
 
 
-def sample_with_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible or there is a NaN. The
-    rows need not sum to 1. Subtle: torch.multinomial makes the host wait, which a CUDA graph cannot hold."""
-    cumulated = probs.cumsum(dim=1, dtype=torch.float64)
-    total = cumulated[:, -1:]
-    uniform = torch.rand((len(probs), k), generator=generator, dtype=torch.float64, device=probs.device)
-    tokens = torch.searchsorted(cumulated, uniform * total, right=True).clamp_(max=probs.shape[1] - 1)
-    return torch.where(total > 0, tokens, -1)
+def gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel noise, -log E for E exponential, from uniform float64 numbers between 0 and 1. Subtle: E is as
+    small as 1e-16 with 53 bits; with float32's 24 it would hardly ever draw a token of less than 6e-8."""
+    return -(-uniform.log()).float().log()
 
 
-def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """The k most likely tokens, (rows, V) -> (rows, k)."""
-    return probs.topk(k).indices
+def sample_without_replacement(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """k different tokens a row, (rows, V) -> (rows, k), each drawn from what the earlier ones leave; -1 where
+    none is left, or NaN.
+
+    Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
+    are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
+    Arrivals have no memory, so the next is drawn likewise among the others."""
+    uniform = torch.rand(scores.shape, generator=generator, dtype=torch.float64, device=scores.device)
+    return most_likely(scores + gumbel(uniform), k)
+
+
+def sample_with_replacement(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible, or NaN."""
+    draws = [sample_without_replacement(scores, 1, generator) for _ in range(k)]
+    return torch.cat(draws, dim=1)
+
+
+def most_likely(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible, or NaN."""
+    best = scores.topk(k)
+    return torch.where(best.values > -torch.inf, best.indices, -1)
+
+
+def shared_noise(seed: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token, the
+    same on every device. The three are hashed to 64 bits by the finaliser of splitmix64."""
+    tokens = torch.arange(vocabulary, device=positions.device)
+    x = seed + positions[:, None] * -7046029254386353131 + tokens * -3335678366873096957
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    # Of 52 bits and a half, so neither 0 nor 1.
+    return gumbel(((x & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
@@ -310,7 +372,8 @@ def most_likely(probs: Tensor, k: int, generator: torch.Generator | None = None)
 def verify_one_node(P: Tensor, Q: Tensor, tokens: Tensor, noise: Tensor) -> tuple[int, Tensor]:
     """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or -1,
     and the residual (V,), from which the token is then drawn. What follows is tested against it."""
-    R, D = P, Q
+    R = P
+    D = Q
     for i, s in enumerate(tokens):
         if noise[i] < R[s] / D[s]:
             return i, R
@@ -321,15 +384,19 @@ def verify_one_node(P: Tensor, Q: Tensor, tokens: Tensor, noise: Tensor) -> tupl
     return -1, R
 
 
-# From here on one row is one node: P, Q (rows, V), tokens, noise (rows, k) -> ratios (rows, k), residual
-# (rows, V). Where a node has fewer than k children its last tokens are -1, and their ratios 0.
+# From here on one row is one node: probabilities P, scores q (rows, V), tokens, noise (rows, k) -> ratios
+# (rows, k), residual (rows, V). A child that does not exist has token -1 and ratio 0: a node has fewer than k
+# children, or processors have ruled out the rest.
 
 
-def ratios_in_turn(P, Q, tokens, noise, replacement=False):
+def ratios_in_turn(P, q, tokens, noise, replacement=False):
     """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer."""
-    R, D, ratios = P, Q + EPSILON, torch.zeros_like(noise)
+    R = P
+    ratios = torch.zeros_like(noise)
     for i, s in enumerate(tokens.split(1, dim=1)):
-        exists, s = s >= 0, s.clamp(min=0)                                                      # (rows, 1)
+        exists = s >= 0                                                                         # (rows, 1)
+        s = s.clamp(min=0)
+        D = q.softmax(dim=1)
         ratios[:, i : i + 1] = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
         # A CPU can look whether every row has accepted, and save the rest.
         if P.is_cpu and (noise < ratios).any(dim=1).all():
@@ -338,46 +405,51 @@ def ratios_in_turn(P, Q, tokens, noise, replacement=False):
         total = left.sum(dim=1, keepdim=True)
         # Where rounding leaves nothing, the residual stays as it was.
         R = torch.where(exists & (total > 0), left / total, R)
-        D = D if replacement else without(D, s)
+        if not replacement:
+            q = q.scatter(1, s, -torch.inf)
     return ratios, R
 
 
-def without(D, s):
-    """The draft (rows, V) without a token (rows, 1), renormalised."""
-    D = D.scatter(1, s, 0)
-    return D / D.sum(dim=1, keepdim=True)
-
-
-def ratios_of_spectr(P, Q, tokens, noise):
+def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
     Q[t]), which must not exceed P[t]: tries <= rho is enough. That holds for rho = k. A smaller rho accepts
     more, so bisection goes down from k as far as it holds. What is then missing of P is the residual."""
+    Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
+
     def tries(beta):
         return torch.where(beta > 1e-6, (1 - (1 - beta).clamp(min=0) ** k) / beta, k.to(P.dtype))
-    low, high = torch.ones_like(k, dtype=P.dtype), k.clamp(min=1).to(P.dtype)
+
+    low = torch.ones_like(k, dtype=P.dtype)
+    high = k.clamp(min=1).to(P.dtype)
     for _ in range(50 if P.dtype == torch.float64 else 25):
         rho = (low + high) / 2
-        enough = tries(torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)) <= rho
-        low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
-    taken, s = torch.minimum(P / high, Q), tokens.clamp(min=0)
-    left = (P - tries(taken.sum(dim=1, keepdim=True)) * taken).clamp(min=0)
-    total, p = left.sum(dim=1, keepdim=True), P.gather(1, s)
-    ratios = torch.where((tokens >= 0) & (p > 0), p / (high * Q.gather(1, s)), 0)
+        beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
+        enough = tries(beta) <= rho
+        low = torch.where(enough, low, rho)
+        high = torch.where(enough, rho, high)
+    one_try = torch.minimum(P / high, Q)
+    left = (P - tries(one_try.sum(dim=1, keepdim=True)) * one_try).clamp(min=0)
+    total = left.sum(dim=1, keepdim=True)
+    s = tokens.clamp(min=0)
+    wanted = P.gather(1, s)
+    ratios = torch.where((tokens >= 0) & (wanted > 0), wanted / (high * Q.gather(1, s)), 0)
     return ratios, torch.where(total > 0, left / total, P)
 
 
-def ratios_of_naive(P, Q, tokens, noise):
+def ratios_of_naive(P, q, tokens, noise):
     """The target's own sample, accepted if it is a child: a ratio is its share of what is left of P."""
-    s, repeated = tokens.clamp(min=0), (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
-    p = torch.where((tokens >= 0) & ~repeated, P.gather(1, s), 0)
-    residual = P.scatter_add(1, s, -p).clamp(min=0)
-    total = residual.sum(dim=1, keepdim=True)
-    left = p.flip(1).cumsum(dim=1).flip(1) + total
-    return torch.where(p > 0, p / left, 0), torch.where(total > 0, residual / total, P)
+    s = tokens.clamp(min=0)
+    repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
+    wanted = torch.where((tokens >= 0) & ~repeated, P.gather(1, s), 0)
+    left = P.scatter_add(1, s, -wanted).clamp(min=0)
+    total = left.sum(dim=1, keepdim=True)
+    # What a child is wanted, all children after it, and all that is no child.
+    share = wanted.flip(1).cumsum(dim=1).flip(1) + total
+    return torch.where(wanted > 0, wanted / share, 0), torch.where(total > 0, left / total, P)
 
 
 @dataclass(frozen=True)
@@ -385,45 +457,68 @@ class Method:
     """How a node's children are proposed, and how those are verified without loss."""
     propose: Callable
     ratios: Callable
+    # How the token that follows the path is drawn from the residual's scores.
+    draw: Callable = sample_without_replacement
+    # Whether all scores come with the noise of their position already added.
+    shared_noise: bool = False
 
-    def verify(self, P, Q, tokens, generator=None):
-        """The accepted child's rank, -1 where none is, (rows,), and the residual (rows, V)."""
-        noise = torch.rand(tokens.shape, generator=generator, dtype=P.dtype, device=P.device)
-        ratios, residual = self.ratios(P, Q, tokens, noise)
-        accepted, first = (noise < ratios).max(dim=1)
-        return torch.where(accepted, first, -1), residual
+    def verify(self, p, q, tokens, generator=None):
+        """One level, row by row: scores p, q (rows, V), tokens (rows, k) -> the accepted child's rank, -1
+        where none is, (rows,), and the residual's scores (rows, V)."""
+        noise = torch.rand(tokens.shape, generator=generator, dtype=torch.float64, device=p.device)
+        ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
+        accepted, rank = (noise < ratios).max(dim=1)
+        return torch.where(accepted, rank, -1), residual.log()
 
-    def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
+    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
 
-        layout: section 5's. tokens: (size + 1,), the nodes'. target_probs: from a range of nodes to their
-        distributions, (nodes, V). Q: (size, V). The walk verifies the nodes that it visits. If `static`, all
+        layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: from a slice of the nodes to
+        their scores, (nodes, V). q: (size, V). The walk verifies the nodes that it visits. If `static`, all
         are verified at once and the walk follows their ranks: no shape, no branch depends on the outcome."""
         if static:
-            proposed = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
-            rank, residual = self.verify(target_probs(range(len(Q))), Q, proposed, generator)
+            children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
+            rank, residual = self.verify(target_scores(slice(None)), q, children, generator)
             node = layout.nodes[:1]
             for _ in layout.levels:
                 node = layout.onward[node, rank[node]]
-            return node, sample_with_replacement(residual[node], 1, generator)[:, 0]
-        node, residual = 0, target_probs(range(1))
+            return node, self.draw(residual[node], 1, generator)[:, 0]
+        node = 0
+        residual = target_scores(slice(0, 1))
         while children := layout.tree.children[node]:
             proposed = tokens[None, children[0] : children[-1] + 1]
-            rank, residual = self.verify(residual, Q[node : node + 1], proposed, generator)
+            rank, residual = self.verify(residual, q[node : node + 1], proposed, generator)
             if rank < 0:
                 break
             node = children[rank]
-            residual = target_probs(range(node, node + 1))
-        return tokens.new_tensor([node]), sample_with_replacement(residual, 1, generator)[:, 0]
+            residual = target_scores(slice(node, node + 1))
+        return layout.nodes[node : node + 1], self.draw(residual, 1, generator)[:, 0]
 
 
 class Greedy(Method):
-    """The limit of temperature 0: the target's top token follows, and is accepted if it is a child."""
+    """The limit of temperature 0: the target's likeliest token follows, and is accepted if it is a child.
 
-    def verify_tree(self, layout, tokens, target_scores, Q, generator=None, static=False):
-        """As `Method.verify_tree`, by comparisons alone. Of the scores only the largest counts."""
-        best = target_scores(range(len(Q))).max(dim=1)
-        choice = torch.where(best.values > -torch.inf, best.indices, -1)                        # (size,)
+    With shared noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978). The likeliest token by score
+    plus Gumbel noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its
+    positions use the same noise. Here a position owns its noise: seed and position name it. So a seed names
+    a text, whatever the tree, the draft or the speed of the machine. The draft knows the noise too: its
+    children are the likeliest by its scores plus the same noise, and often right.
+
+    Why reuse is right here and wrong in Algorithm 2: a rejected child of Algorithm 2 tells something of the
+    noise that it was tried with, so the next token needs fresh noise. Here the position's token depends on
+    its noise through the target's scores alone, and once it is settled that noise is never used again.
+
+    What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
+    (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. With four children and more it accepts more."""
+
+    def verify(self, p, q, tokens, generator=None):
+        likeliest = p.argmax(dim=1, keepdim=True)
+        one_hot = torch.full_like(p, -torch.inf).scatter(1, likeliest, 0)
+        return super().verify(one_hot, q, tokens, generator)
+
+    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
+        """As `Method.verify_tree`, by comparisons alone."""
+        choice = self.draw(target_scores(slice(None)), 1)[:, 0]                                 # (size,)
         right = (tokens[:-1] == choice[layout.parent]) | (layout.parent < 0)
         # A node is reached if it and its ancestors are right. The deepest such node ends the path.
         reached = (right | ~layout.mask[:-1, :-1]).all(dim=1)
@@ -436,42 +531,59 @@ class Traversal(Method):
     rejected alone can be accepted for what comes below it.
 
     On a chain the walk reaches a node with the product of min(ratio, 1), and wastes what a ratio exceeds 1.
-    The mass a of a node, the chance that the path ends there or below, keeps that: a child's is
-    min(a R[t] / D[t], 1). So it is at least the walk's probability, and as the expected tokens are a sum over
-    nodes, on a chain traversal never yields fewer on average. In a tree that branches it mostly yields more,
-    but a branch may end the path early with mass that the walk would have left to the next.
+    Say the draft gives two tokens 0.8 and 0.4, and the target 0.4 and 0.8. Their ratios are 0.5 and 2. The
+    walk reaches the second with 0.5 * 1. But both models give the pair 0.32, so it can always be accepted.
 
-    If a child and all below it are rejected, its parent may still be accepted. The child takes min(a R, D) of
-    a R, and left = max(a R - D, 0) remains, with sum s. So it takes a - s in all and is rejected with 1 - a +
-    s. Of that s is still the parent's: its mass becomes s / (s + 1 - a), its residual left / s. So the path
-    ends at the parent or below with a - s + s = a, as its mass said."""
+    The mass a of a node is the chance that the path ends there or below. The root's is 1, a child's is
+    min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1 for the
+    second. So the mass is at least the walk's probability, and as the expected tokens are a sum over nodes,
+    on a chain traversal never yields fewer on average. In a tree that branches it mostly yields more, but a
+    branch may end the path early with mass that the walk would have left to the next.
 
-    def verify_tree(self, layout, tokens, target_probs, Q, generator=None, static=False):
+    If a child and all below it are rejected, its parent may still be accepted. Token by token, what the child
+    takes and what it leaves add up: min(a R, D) + max(a R - D, 0) = a R. With s the sum of what it leaves,
+    the child takes a - s, and all is rejected with probability 1 - a + s. Of that s is still the parent's, so
+    its mass becomes s / (s + 1 - a), and its residual max(a R - D, 0) / s. So the path ends at the parent or
+    below with a - s + s = a, as its mass said. For the root, with a = 1, the mass stays 1.
+
+    With one level traversal is the walk, so it shares its ratios, for `sample_and_verify`."""
+
+    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
-        P = target_probs(range(len(Q)))
-        rows = self.sweep(layout.tree, tokens[:, None, None], P[:, None], Q[:, None], 0, P.new_ones(1, 1))
-        nodes, mass, residual = zip(*rows)
-        mass, residual = torch.cat(mass), torch.cat(residual)                           # (size, 1), (size, V)
-        noise = torch.rand(mass.shape, generator=generator, dtype=mass.dtype, device=mass.device)
-        first = (noise < mass).max(dim=0).indices
-        node = torch.stack([layout.nodes[node] for node in nodes])[first]
-        return node, sample_with_replacement(residual[first], 1, generator)[:, 0]
+        P = target_scores(slice(None)).softmax(dim=1)
+        mass, residual = self.masses(layout.tree, tokens[:, None, None], P[:, None], q[:, None])
+        noise = torch.rand(len(P), generator=generator, dtype=torch.float64, device=P.device)
+        accepts = noise < mass[:, 0, 0]                                                         # (size,)
+        first = accepts[layout.leaves_first].max(dim=0, keepdim=True).indices
+        node = layout.leaves_first[first]
+        return node, self.draw(residual[node, 0].log(), 1, generator)[:, 0]
 
-    def sweep(self, tree, tokens, P, Q, node, mass):
-        """Yields each node below this one, then itself: node, mass (rows, 1), residual (rows, V). A row is
-        one draw of the tree's tokens, (size, rows, 1)."""
-        R, D = P[node], Q[node] + EPSILON
-        for child in tree.children[node]:
-            exists, s = tokens[child] >= 0, tokens[child].clamp(min=0)
-            ratio = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
-            yield from self.sweep(tree, tokens, P, Q, child, (mass * ratio).clamp(max=1))
-            left = (mass * R - D).clamp(min=0)
-            total = left.sum(dim=1, keepdim=True)
-            # Subtle: where nothing is left, s / (s + 1 - a) is 0, or at a = 1 it is 0 / 0, and means 1.
-            rest = torch.where(total > 0, total / (total + (1 - mass)), mass.floor())
-            R, D = torch.where(exists & (total > 0), left / total, R), without(D, s)
-            mass = torch.where(exists, rest, mass)
-        yield node, mass, R
+    def masses(self, tree, tokens, P, q):
+        """Each node's mass after all its children were rejected, (size, rows, 1), and its residual then,
+        (size, rows, V). A row is one draw of the tree's tokens, (size, rows, 1)."""
+        # Level order: a node's children are the next to be appended.
+        mass = [P.new_ones(P.shape[1], 1)]
+        residual = []
+        for node in range(tree.size):
+            a = mass[node]
+            R = P[node]
+            remaining = q[node]
+            for child in tree.children[node]:
+                exists = tokens[child] >= 0
+                s = tokens[child].clamp(min=0)
+                D = remaining.softmax(dim=1)
+                ratio = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
+                mass.append((a * ratio).clamp(max=1))
+                left = (a * R - D).clamp(min=0)
+                total = left.sum(dim=1, keepdim=True)
+                R = torch.where(exists & (total > 0), left / total, R)
+                # Subtle: where nothing is left, s / (s + 1 - a) is 0, or at a = 1 it is 0 / 0, and means 1.
+                a_left = torch.where(total > 0, total / (total + (1 - a)), a.floor())
+                a = torch.where(exists, a_left, a)
+                remaining = remaining.scatter(1, s, -torch.inf)
+            mass[node] = a
+            residual.append(R)
+        return torch.stack(mass), torch.stack(residual)
 
 
 METHODS = {
@@ -481,9 +593,10 @@ METHODS = {
     "naive": Method(sample_with_replacement, ratios_of_naive),
     "topk": Method(most_likely, ratios_of_naive),
     "traversal": Traversal(sample_without_replacement, ratios_in_turn),
+    "gumbel": Greedy(most_likely, ratios_of_naive, draw=most_likely, shared_noise=True),
 }
 # At temperature 0, whatever the method's name.
-GREEDY = Greedy(most_likely, ratios=None)
+GREEDY = Greedy(most_likely, ratios_of_naive, draw=most_likely)
 
 
 def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
@@ -501,30 +614,65 @@ def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
     if method not in METHODS or P.ndim != 2 or P.shape != Q.shape or not 1 <= k <= P.shape[1]:
         raise ValueError(f"needs a method of {', '.join(METHODS)}, one shape (rows, V), k from 1 to V; got "
                          f"{method}, {tuple(P.shape)}, {tuple(Q.shape)}, {k}")
-    if not all((x >= 0).all() and ((x.sum(dim=1) - 1).abs() < 1e-3).all() for x in (P, Q)):
-        raise ValueError("P and Q must be probabilities: no NaN, none negative, every row summing to 1")
-    P, Q = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (P, Q))
-    tokens = METHODS[method].propose(Q, k, generator)
-    rank, residual = METHODS[method].verify(P, Q, tokens, generator)
-    either = torch.cat([tokens, sample_with_replacement(residual, 1, generator)], dim=1)
-    return rank, either.gather(1, rank.where(rank >= 0, k)[:, None])[:, 0]
+    scores = []
+    for probs in (P, Q):
+        probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+        # bfloat16 rows sum to 1 but for their own rounding.
+        if not ((probs >= 0).all() and ((probs.sum(dim=1) - 1).abs() < 1e-2).all()):
+            raise ValueError("P and Q must be probabilities: no NaN, none negative, every row summing to 1")
+        scores.append(probs.log())
+    p, q = scores
+    chosen = METHODS[method]
+    if chosen.shared_noise:
+        seed = torch.empty(1, dtype=torch.long, device=P.device).random_(generator=generator)
+        noise = shared_noise(seed, torch.arange(len(P), device=P.device), P.shape[1])
+        p = p + noise
+        q = q + noise
+    tokens = chosen.propose(q, k, generator)
+    rank, residual = chosen.verify(p, q, tokens, generator)
+    outcomes = torch.cat([tokens, chosen.draw(residual, 1, generator)], dim=1)              # (rows, k + 1)
+    return rank, outcomes.gather(1, torch.where(rank < 0, k, rank)[:, None])[:, 0]
 
 
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
 #
 # The text so far fills the first slots of the KV cache, all but its last token: that is the root of the tree,
 # and no model has seen it yet. `base` is the root's slot and position. Node i stands in slot base + i, at
-# position base + its depth: siblings share a position. The mask shows a node the text, its ancestors and
-# itself. A step with nodes 1 and 2 below the root and 3 below 1, which accepts node 2:
+# position base + its depth: siblings share a position. A step with nodes 1 and 2 below the root and 3 below
+# 1, which accepts node 2:
 #
 #     slot         0 .. base-2    base-1     base    base+1   base+2   base+3
 #     before       the text       node -1    root    node 1   node 2   node 3
 #     position     0 .. base-2    base-1     base    base+1   base+1   base+2
 #     after        the text ............     root    node 2   free, the slot of the next root
 #
+# The mask shows a node the text, its ancestors and itself:
+#
+#     node -1      x              x
+#     root         x              x          x
+#     node 1       x              x          x       x
+#     node 2       x              x          x                x
+#     node 3       x              x          x       x                 x
+#
 # Node -1 is the token before the root. The draft is fed it again with the root: it may have been a leaf of
-# the last tree, which a draft is never fed, so that its entry is missing. It is the root's parent, -1, and
-# where Python finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
+# the last tree, which a draft is never fed. Then what was moved to its slot is no entry of its own, and is
+# overwritten here. Node -1 is the root's parent, -1, and stands where Python finds index -1: at the end of
+# tokens, slots, positions and mask, which have size + 1 entries.
+
+
+class Level(NamedTuple):
+    """What growing one level takes. For the tree drawn above, on the levels of the root and of node 1:
+
+        parents      [0]        [1]      its nodes with children, (parents,)
+        fed          [-1, 0]    [1]      what the draft is fed: those, and node -1 with the root
+        width        2          1        the most children of one of them
+        children     1, 2       3        all their children, a slice of the nodes
+        proposals    [0, 1]     [0]      which of the parents x width proposals become those children"""
+    parents: Tensor
+    fed: Tensor
+    width: int
+    children: slice
+    proposals: Tensor
 
 
 class Layout:
@@ -532,27 +680,53 @@ class Layout:
 
     def __init__(self, tree: Tree, device):
         tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
-        self.tree, self.nodes, self.parent = tree, tensor(range(tree.size)), tensor(tree.parents)
-        self.offset, self.depth = tensor([*range(tree.size), -1]), tensor([*tree.depths, -1])   # (size + 1,)
+        self.tree = tree
+        self.nodes = tensor(range(tree.size))
+        self.parent = tensor(tree.parents)
+        self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
+        self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
         self.mask = nn.functional.pad(tree.mask, (0, 1, 0, 1)).to(device)       # (size + 1, size + 1)
-        # For each level: its nodes with children; what the draft is fed for them, node -1 with the root; the
-        # most children of one; all their children, the next level; which of the proposals those are. In the
-        # tree drawn above, level 1: [1], [1], 2, nodes 4 and 5, [0, 1].
         self.levels = []
         for depth in range(tree.depth - 1):
-            nodes = [i for i in range(tree.size) if tree.depths[i] == depth and tree.children[i]]
-            below = [i for i in range(tree.size) if tree.depths[i] == depth + 1]
-            width = max(tree.ranks[i] for i in below) + 1
-            proposal = [nodes.index(tree.parents[i]) * width + tree.ranks[i] for i in below]
-            fed, children = tensor(nodes if depth else [-1, 0]), slice(below[0], below[-1] + 1)
-            self.levels.append((tensor(nodes), fed, width, children, tensor(proposal)))
-        most = max([1, *map(len, tree.children)])
+            parents = [i for i in self.nodes.tolist() if tree.depths[i] == depth and tree.children[i]]
+            width = max(len(tree.children[i]) for i in parents)
+            proposals = []
+            for row, i in enumerate(parents):
+                proposals += range(row * width, row * width + len(tree.children[i]))
+            children = slice(tree.children[parents[0]][0], tree.children[parents[-1]][-1] + 1)
+            fed = parents if depth else [-1, 0]
+            self.levels.append(Level(tensor(parents), tensor(fed), width, children, tensor(proposals)))
+        most = max(1, max(map(len, tree.children)))
         self.children = tensor([[*c, *[-1] * (most - len(c))] for c in tree.children])  # (size, ranks)
         # Where the walk goes on to, by rank. Rank -1, the last column, is the node itself.
         self.onward = torch.cat([self.children, self.nodes[:, None]], dim=1)            # (size, ranks + 1)
         # From the root to each node, which is repeated to fill its row.
         paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
         self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
+        # Below a node all its paths begin as its own: with the end marked they come before it.
+        ends = [(*path, math.inf) for path in [(), *tree.paths()]]
+        self.leaves_first = tensor(sorted(range(tree.size), key=ends.__getitem__))
+
+
+class Placement(NamedTuple):
+    """A tree behind a text, in a cache of which the first slots are visible."""
+    slots: Tensor            # (size + 1,) where its entries go
+    positions: Tensor        # (size + 1,)
+    seen: Tensor             # (size + 1, visible) bool, the mask drawn above
+    distance: Tensor         # (size + 1, visible) by how many positions a slot's token comes before the node
+
+
+def place(layout: Layout, base: Tensor, visible: int) -> Placement:
+    """Places a tree at a base, (1,)."""
+    slots = torch.arange(visible, device=base.device)
+    positions = base + layout.depth
+    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last column,
+    # that of node -1, which is empty: as a part of the text it is seen for its slot.
+    node = (slots - base).clamp(-1, layout.tree.size)
+    text = slots < base
+    seen = text | layout.mask[:, node]
+    distance = positions[:, None] - torch.where(text, slots, positions[node])
+    return Placement(base + layout.offset, positions, seen, distance)
 
 
 class TreeLayer(StaticLayer):
@@ -565,63 +739,86 @@ class TreeLayer(StaticLayer):
 
 
 class CachedModel:
-    """A transformers model with a KV cache of fixed capacity, fed with a prompt, then with nodes of trees."""
+    """A transformers model with a KV cache that grows, fed with a prompt, then with nodes of trees."""
 
-    def __init__(self, model, capacity: int):
+    def __init__(self, model):
         config = model.config.get_text_config(decoder=True)
-        self.model, self.capacity, self.windows = model, capacity, attention_windows(model)
+        self.model = model
+        self.windows = attention_windows(model)
+        self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.last_position = (getattr(config, "max_position_embeddings", None) or sys.maxsize) - 1
         self.layers = [TreeLayer(max_cache_len=0) for _ in range(config.num_hidden_layers)]
-        self.cache, self.entries = Cache(layers=self.layers), ()
+        self.cache = Cache(layers=self.layers)
+        self.shapes = []
+        self.buffers = {}
+        self.entries = ()
 
-    def feed(self, prompt: Tensor) -> Tensor:
-        """Feeds a prompt, (length,), with transformers' own masks and cache. The logits after it, (V,)."""
-        known = prompt.clamp(max=self.vocabulary - 1)[None]
-        prefill, last = DynamicCache(), {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        output = self.model(input_ids=known, past_key_values=prefill, use_cache=True, **last)
-        entries = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]
-        if not self.entries:
-            # Entries of one shape share a buffer, so that one operation moves them all.
-            shapes = [(entry.shape[1], self.capacity, entry.shape[3]) for entry in entries]
-            self.buffers = {shape: entries[0].new_zeros(shapes.count(shape), *shape) for shape in set(shapes)}
-            views = {shape: iter(buffer.split(1)) for shape, buffer in self.buffers.items()}
-            self.entries = tuple(next(views[shape]) for shape in shapes)
-        for ours, theirs in zip(self.entries, entries):
+    def feed(self, prompt: Tensor, capacity: int, keep: int = 1) -> Tensor:
+        """Feeds a prompt, (length,), with transformers' own masks and cache, and makes room for `capacity`
+        tokens. The logits after each of its last `keep` tokens, (keep, V)."""
+        prefill = DynamicCache()
+        last = {"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}
+        output = self.model(input_ids=self.known(prompt), past_key_values=prefill, use_cache=True, **last)
+        prompt_entries = []
+        for layer in prefill.layers:
+            prompt_entries += [layer.keys, layer.values]
+        if not self.shapes:
+            self.shapes = [entry.shape[1::2] for entry in prompt_entries]               # (heads, head_dim) each
+            self.buffers = {shape: prompt_entries[0].new_zeros(self.shapes.count(shape), shape[0], 0, shape[1])
+                            for shape in self.shapes}
+        self.reserve(capacity)
+        for ours, theirs in zip(self.entries, prompt_entries):
             ours[:, :, : len(prompt)] = theirs
             # A NaN that an earlier text left would show through any mask.
             ours[:, :, len(prompt) :] = 0
-        return output.logits[0, -1]
+        return output.logits[0, -keep:]
 
-    def place(self, layout: Layout, base: Tensor, visible: int):
-        """Places a tree in a cache of which the first slots are visible: its slots and positions, (size +
-        1,), and for each window an additive mask, (1, 1, size + 1, visible)."""
-        slots, positions = torch.arange(visible, device=base.device), base + layout.depth
-        # The node in each slot. Those before the root and beyond the tree get -1, which no node sees.
-        node = (slots - base).clamp(-1, layout.tree.size)
-        seen, zero = (slots < base) | layout.mask[:, node], self.entries[0].new_zeros(())
-        distance = positions[:, None] - torch.where(slots < base, slots, positions[node])
-        near = [seen & (distance < window) if window else seen for window in self.windows.values()]
-        self.masks = [torch.where(one, zero, -torch.inf)[None, None] for one in near]
-        self.slots, self.positions = base + layout.offset, positions.clamp(max=self.last_position)
+    def reserve(self, capacity: int):
+        """Makes room for so many tokens, and keeps what is there. Entries of one shape share a buffer,
+        (entries, heads, capacity, head_dim), so that one operation moves them all."""
+        views = {}
+        for shape, buffer in self.buffers.items():
+            more = max(0, capacity - buffer.shape[2])
+            self.buffers[shape] = nn.functional.pad(buffer, (0, 0, 0, more)) if more else buffer
+            views[shape] = iter(self.buffers[shape].split(1))
+        self.entries = tuple(next(views[shape]) for shape in self.shapes)
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens, (n,), as the model takes them, (1, n). A child that does not exist is -1, and a draft's
+        vocabulary may be padded to a shorter length than its target's."""
+        return tokens.clamp(0, self.vocabulary - 1)[None]
+
+    def take(self, placement: Placement):
+        """Takes its place: makes an additive mask for each window, (1, 1, size + 1, visible)."""
+        self.slots = placement.slots
+        # Nodes beyond the context have no position of their own. None of them can become text.
+        self.positions = placement.positions.clamp(max=self.context - 1)
+        zero = self.entries[0].new_zeros(())
+        self.masks = []
+        for window in self.windows.values():
+            seen = placement.seen & (placement.distance < window) if window else placement.seen
+            self.masks.append(torch.where(seen, zero, -torch.inf)[None, None])
 
     def score(self, tokens: Tensor, nodes: Tensor) -> Tensor:
         """One pass over some nodes: the tree's tokens (size + 1,), which (nodes,) -> logits (nodes, V)."""
-        return getattr(self.model, "recording", self.run)(*self.inputs(tokens, nodes))
+        forward = getattr(self.model, "recorded", self.forward)
+        return forward(*self.inputs(tokens, nodes))
 
     def inputs(self, tokens, nodes):
-        masks = (mask[:, :, nodes] for mask in self.masks)
-        return tokens[nodes], self.positions[nodes], self.slots[nodes], *masks, *self.entries
+        masks = [mask[:, :, nodes] for mask in self.masks]
+        return self.known(tokens[nodes]), self.positions[None, nodes], self.slots[nodes], *masks, *self.entries
 
-    def run(self, tokens, positions, slots, *masks_and_entries):
+    def forward(self, tokens, positions, slots, *masks_and_entries):
         """The pass as a function of tensors alone, so that it can be recorded."""
-        masks, entries = masks_and_entries[: len(self.windows)], masks_and_entries[len(self.windows) :]
+        masks = masks_and_entries[: len(self.windows)]
+        entries = masks_and_entries[len(self.windows) :]
         for layer, keys, values in zip(self.layers, entries[::2], entries[1::2]):
-            layer.keys, layer.values, layer.slots, layer.visible = keys, values, slots, masks[0].shape[-1]
+            layer.keys = keys
+            layer.values = values
+            layer.slots = slots
+            layer.visible = masks[0].shape[-1]
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-        # A padded vocabulary may be shorter than the target's, and a child that does not exist is -1.
-        known = tokens.clamp(0, self.vocabulary - 1)[None]
-        return self.model(input_ids=known, position_ids=positions[None], attention_mask=mask,
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True).logits[0]
 
     def move(self, source: Tensor, destination: Tensor):
@@ -630,18 +827,46 @@ class CachedModel:
             buffer.index_copy_(2, destination, buffer.index_select(2, source))
 
 
+def _refuse(found, reason: str):
+    if found:
+        raise ValueError(reason)
+
+
 def attention_windows(model) -> dict[str, int | None]:
-    """Each kind of attention layer's sliding window, or None. Raises ValueError if no tree can be scored."""
-    config, text = model.config, model.config.get_text_config(decoder=True)
+    """Each kind of attention layer's sliding window, or None. Raises ValueError if no tree can be scored, as
+    far as a configuration tells; the rest is told by `Decoder.probe`."""
+    name = type(model).__name__
+    _refuse(not isinstance(model, transformers.PreTrainedModel),
+            f"needs a model as transformers loads it, not compiled and not its name; got {name}")
+    text = model.config.get_text_config(decoder=True)
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ["sliding_attention"])
-    if (config.is_encoder_decoder or model._is_stateful or getattr(text, "alibi", False)
-            or "position_ids" not in inspect.signature(model.forward).parameters
-            or kinds.keys() - {"full_attention", "sliding_attention"}
-            or config._attn_implementation not in ("sdpa", "eager")):
-        raise ValueError(f"{type(model).__name__} cannot verify a tree: it must be decoder-only, with "
-                         f"position_ids, and full or sliding attention in every layer, by 'sdpa' or 'eager'")
+    needed = {"position_ids", "past_key_values"} - inspect.signature(model.forward).parameters.keys()
+    attention = model.config._attn_implementation
+    # GPT-Neo's own mask counts slots, which shows less than bfloat16 rounds.
+    for found, reason in (
+            (model.config.is_encoder_decoder, "it has an encoder"),
+            (model._is_stateful or kinds.keys() - {"full_attention", "sliding_attention"},
+             "a layer has neither full nor sliding attention"),
+            (needed, f"its forward takes no {' and no '.join(sorted(needed))}"),
+            (getattr(text, "alibi", False), "ALiBi has no positions"),
+            (text.model_type == "gpt_neo", "its attention goes by slots"),
+            (attention not in ("sdpa", "eager"), f"its attention is {attention}, not 'sdpa' or 'eager'"),
+            (len(set(getattr(model, "hf_device_map", {}).values())) > 1, "it is on several devices"),
+            (model.device.type not in ("cpu", "cuda"), f"it is on {model.device}, not on a CPU or CUDA")):
+        _refuse(found, f"{name} cannot verify a tree: {reason}")
     window = getattr(text, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def context_of(model) -> int:
+    """The most tokens that a model can be fed. Beyond its short length longrope turns all earlier keys, too,
+    which transformers then computes anew and a tree cannot: the short length is the context."""
+    config = model.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        context = rope["original_max_position_embeddings"]
+    return context
 
 
 # --- 6  Decoding --------------------------------------------------------------------------------------------
@@ -660,8 +885,24 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that look at the scores alone.
-HISTORY_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Processors that rule tokens out by the scores alone. What they cut from a draft's scores is not ruled out but
+# lies this far below: a token outside the draft's nucleus can be in the target's.
+CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
+        EtaLogitsWarper)
+FAR_BELOW = 50
+# All others may read the text, and are called node by node, which no CUDA graph can hold.
+TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
+# Processors that count on one call a token.
+WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# What `generate` is told for another way of decoding; and what it hands over that changes no text, or is
+# checked by itself.
+UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers", "force_words_ids",
+          "output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
+          "prompt_lookup_num_tokens", "streamer", "use_mtp")
+HARMLESS = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids",
+            "use_cache")
+# How many of a prompt's tokens are scored again to see whether a model is fit for trees.
+PROBED = 6
 
 
 class Decoder:
@@ -673,244 +914,386 @@ class Decoder:
     "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
     generator: the source of randomness, by default torch's own. on_step: called with each Step. cuda_graph:
     on a GPU, record the step. It keeps caches, plan and CUDA graph from text to text: the models must not
-    change. Raises ValueError for models, a tree or a method that it cannot work with."""
+    change, and one text is decoded at a time. Raises ValueError for models, a tree or a method that it cannot
+    work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
-        self.tree = Tree([-1]) if draft is None and tree == "auto" else tree
-        self.models = [target] if self.tree == Tree([-1]) else [target, draft]
-        self.given_method = method if isinstance(method, Method) else METHODS.get(method)
-        shaped = self.tree == "auto" or isinstance(self.tree, Tree | tuple)
-        if not shaped or self.given_method is None or None in self.models:
-            raise ValueError(f"needs a Tree, (size, depth) or 'auto'; a draft, if the tree is more than its "
-                             f"root; a method of {', '.join(METHODS)}; got {tree!r} and {method!r}")
-        self.generator, self.on_step, self.device = generator, on_step or (lambda step: None), target.device
+        if draft is None and tree == "auto":
+            tree = Tree([-1])
+        shape = isinstance(tree, tuple) and len(tree) == 2
+        _refuse(tree != "auto" and not isinstance(tree, Tree) and not shape,
+                f"tree must be a Tree, (size, depth) or 'auto', got {tree!r}")
+        _refuse(draft is None and tree != Tree([-1]), "a tree that is more than its root needs a draft")
+        _refuse(method not in METHODS and not isinstance(method, Method),
+                f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        self.given_method = METHODS.get(method, method)
+        self.tree = tree
+        self.models = [target] if tree == Tree([-1]) else [target, draft]
+        self.target, *self.draft = map(CachedModel, self.models)
+        self.generator = generator
+        self.on_step = on_step
+        self.device = target.device
         # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
         hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
-        self.capacity, self.sampling, self.latency, self.plan = 0, None, None, None
+        self.capacity = 0
+        self.sampling = None
+        self.layout = None
+        self.probed = False
+        self.in_use = threading.Lock()
+        self.base = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.seed = torch.zeros(1, dtype=torch.long, device=self.device)
+        # The root's token and node -1's.
+        self.tokens = torch.zeros(2, dtype=torch.long, device=self.device)
 
     @torch.inference_mode()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
-                 streamer=None, **model_kwargs):
-        """(rows, length) ids -> (rows, longer) ids, row by row. `generate`, which calls it, hands over the
-        processors, for both models, and the stopping criteria, which are checked after every token. Raises
-        ValueError for what `generate` can be told and this cannot do, and for NaN logits."""
-        self.prepare(model, input_ids, logits_processor, generation_config, model_kwargs)
-        mask, rows = model_kwargs.get("attention_mask"), []
-        put = streamer.put if streamer else lambda ids: None
-        put(input_ids.cpu())
-        for i, row in enumerate(input_ids):
-            self.row, ids = (i, len(input_ids)), row[None].cpu()
-            for token in self.tokens_after(row if mask is None else row[mask[i].bool()], row[None]):
-                if token < 0:
-                    raise ValueError("the models gave NaN logits, or the processors left no token possible")
-                ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-                put(ids[0, -1:])
-                if stopping_criteria(ids, None).all():
-                    break
-            rows.append(ids[0])
-        if streamer:
-            streamer.end()
+                 streamer=None, **arguments):
+        """(rows, length) ids -> (rows, longer) ids, row by row; a limit of time is for all rows together.
+
+        `generate`, which calls it, hands over the stopping criteria, which are checked after every token, and
+        the processors, for both models. A processor must be a function of ids and scores, without memory.
+        Raises ValueError for what `generate` can be told and this cannot do, and for NaN logits; RuntimeError
+        while it decodes another text."""
+        if not self.in_use.acquire(blocking=False):
+            raise RuntimeError("this Decoder is in use: one text at a time")
+        try:
+            input_ids = input_ids.to(self.device)
+            self.check(model, input_ids, logits_processor, generation_config, arguments)
+            self.prepare(logits_processor, generation_config)
+            put = streamer.put if streamer else lambda ids: None
+            put(input_ids.cpu())
+            mask = arguments.get("attention_mask")
+            rows = []
+            for row, ids in enumerate(input_ids):
+                prompt = ids if mask is None else ids[mask[row].to(self.device).bool()]
+                self.row = row
+                self.rows = len(input_ids)
+                self.processors = [of_row(processor, row) for processor in logits_processor]
+                for token in self.tokens_after(prompt, ids[None]):
+                    _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
+                    ids = torch.cat([ids, ids.new_tensor([token])])
+                    put(ids[-1:].cpu())
+                    if stopping_criteria(ids[None], None).all():
+                        break
+                rows.append(ids)
+            if streamer:
+                streamer.end()
+        finally:
+            self.in_use.release()
         # An ordinary tensor, which may be changed.
         with torch.inference_mode(False):
-            padding = int(generation_config._pad_token_tensor or 0)
-            ids = nn.utils.rnn.pad_sequence(rows, True, padding).to(input_ids.device)
+            padding = generation_config._pad_token_tensor
+            ids = nn.utils.rnn.pad_sequence(rows, True, 0 if padding is None else int(padding))
         return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
 
-    def prepare(self, model, input_ids, processors, config, model_kwargs):
+    def check(self, model, input_ids, processors, config, arguments):
+        """Raises ValueError for a call whose text might not be generate's."""
+        given = vars(config) | arguments_of_generate()
+        unable = [name for name in UNABLE if given.get(name)]
+        unable += [name for name in arguments if name not in HARMLESS and arguments[name] is not None]
+        if (config.num_beams or 1) > 1:
+            unable.append("num_beams")
+        past = arguments.get("past_key_values")
+        if past is not None and (type(past) not in (DynamicCache, StaticCache) or past.get_seq_length() > 0):
+            unable.append("past_key_values, filled or quantized")
+        if len(self.models) > 1 or len(input_ids) > 1:
+            unable += [type(one).__name__ for one in processors if isinstance(one, WITH_MEMORY)]
+        _refuse(unable, f"unable to do {', '.join(unable)}")
+        _refuse(model is not self.models[0], "this Decoder was made for another target")
+        _refuse(input_ids.shape[1] == 0, "the prompt is empty")
+        context = self.target.context
+        _refuse(config.max_length > context + 1,
+                f"{type(model).__name__} takes texts of up to {context} tokens; got {input_ids.shape[1]} and "
+                f"new ones, {config.max_length} in all")
+        _refuse(not 0 <= input_ids.min() <= input_ids.max() < self.target.vocabulary,
+                f"token ids must be from 0 to {self.target.vocabulary - 1}, got up to {input_ids.max()}")
+        mask = arguments.get("attention_mask")
+        own = torch.arange(input_ids.shape[1], device=self.device)[None]
+        if mask is not None:
+            mask = mask.to(self.device).long()
+            _refuse(mask.shape != input_ids.shape or not mask[:, -1].all() or (mask.diff(dim=1) < 0).any(),
+                    "a row of the attention_mask must be zeros, then ones: padding stands on the left")
+            own = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        positions = arguments.get("position_ids")
+        _refuse(positions is not None and (positions.ndim != 2 or (positions.to(self.device) != own).any()),
+                "position_ids must be the tokens' own, from 0 on")
+
+    def prepare(self, processors, config):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        if model is not self.models[0] or not 1 <= input_ids.shape[1] < config.max_length <= context + 1:
-            raise ValueError(f"needs the target it was made for, and text within its context, 1 to {context} "
-                             f"tokens; got {input_ids.shape[1]}, with new ones {config.max_length}")
-        unable = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        past = model_kwargs.get("past_key_values")
-        if ("inputs_embeds" in model_kwargs or past is not None and past.get_seq_length() > 0
-                or (config.num_beams or 1) > 1 or any(getattr(config, name) for name in unable)):
-            raise ValueError("unable to do inputs_embeds, filled past_key_values, num_beams > 1, "
-                             + ", ".join(unable))
-        self.processors, self.greedy = processors, not config.do_sample
+        self.limit = config.max_length
+        self.greedy = not config.do_sample
         self.method = GREEDY if self.greedy else self.given_method
-        self.reads_history = any(type(one) not in HISTORY_FREE for one in processors)
-        self.static = self.cuda_graph and not self.reads_history
-        numbers = [vars(one) for one in processors if type(one) in HISTORY_FREE]
-        if self.sampling != (sampling := (self.greedy, self.reads_history, numbers)):
-            self.sampling, self.layout, self.latency, self.acceptance = sampling, None, None, Acceptance()
-        size = self.tree[0] if isinstance(self.tree, tuple) else getattr(self.tree, "size", LARGEST)
-        if (capacity := -(-(config.max_length + size + 1) // 256) * 256) > self.capacity:
-            self.target, *self.draft = [CachedModel(model, capacity) for model in self.models]
-            self.base, self.tokens = torch.zeros(3, dtype=torch.long, device=self.device).split([1, 2])
-            self.capacity, self.layout = capacity, None
+        self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
+        self.static = self.cuda_graph and not self.reads_text
+        settings = [vars(one) for one in processors if type(one) in TEXT_FREE]
+        sampling = (self.greedy, self.reads_text, settings)
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.layout = None
+            self.planner = Planner(self.tree, self.target.vocabulary, warm_up=3 if self.static else 1)
 
     def tokens_after(self, prompt, history):
         """The text's tokens, one at a time, for as long as they are wanted. prompt: (length,), as the models
         see it; history: (1, any length), as the processors see it, padding included."""
-        if self.tree == "auto" and self.latency is None:
-            self.latency = measure(self, prompt, history)
-        yield self.begin(prompt, history)
+        tree = self.planner.next_tree()
+        logits = self.begin(prompt, history)
+        yield self.draw_root(logits[-1:])
+        if not self.probed:
+            yield self.probe(prompt, logits)
+        # A draft does not go beyond its context.
         while True:
-            # Planned again when as much again has been seen.
-            if self.layout is None or self.acceptance.steps >= self.due:
-                self.due = max(64, 2 * self.acceptance.steps)
-                self.use(self.tree if isinstance(self.tree, Tree) else best_tree(self))
+            beyond = self.draft and self.length >= self.draft[0].context
+            self.use(Tree([-1]) if beyond else tree)
+            begun = time.perf_counter()
             step = self.step()
+            self.planner.learn(step, self.agreed(time.perf_counter() - begun))
+            tree = self.planner.next_tree()
             self.on_step(step)
             yield from step.tokens
 
-    def begin(self, prompt, history) -> int:
-        """Feeds a prompt and draws the first token, as a step would with a tree of the root alone."""
-        logits = [model.feed(prompt) for model in (self.target, *self.draft)][0][None]      # (1, V)
-        self.history, self.length, self.vocabulary = history, len(prompt), logits.shape[1]
-        P, root = self.probs(logits, [None]), Layout(Tree([-1]), self.device)
-        _, first = self.method.verify_tree(root, self.tokens[:2], lambda nodes: P, P, self.generator)
-        self.tokens[:1], self.tokens[-1:] = first, prompt[-1:]
+    def agreed(self, seconds: float) -> float:
+        """Of torchrun's ranks all plan by rank 0's clock, so that they plan the same."""
+        if self.sharded:
+            shared = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+            torch.distributed.broadcast(shared, src=0)
+            seconds = shared.item()
+        return seconds
+
+    def begin(self, prompt, history) -> Tensor:
+        """Feeds a prompt. The target's logits after each of its last tokens, (up to PROBED, V)."""
+        if self.given_method.shared_noise:
+            self.seed.random_(generator=self.generator)
+        self.history = history
+        self.length = len(prompt)
         self.base.fill_(self.length)
-        return int(first)
+        self.reserve(self.length)
+        logits = self.target.feed(prompt, self.capacity, keep=min(PROBED, len(prompt)))
+        for draft in self.draft:
+            if len(prompt) <= draft.context:
+                draft.feed(prompt, self.capacity)
+        self.vocabulary = logits.shape[1]
+        if self.layout is None:
+            self.use(Tree([-1]))
+        self.tokens[-1] = prompt[-1]
+        return logits
+
+    def reserve(self, length: int):
+        """Makes room for so many tokens. Caches double, up to what the text can need; a graph that was
+        recorded with smaller ones is given up."""
+        if length > self.capacity:
+            most = self.limit + LARGEST
+            self.capacity = -(-max(length, min(2 * self.capacity, most), 192) // 64) * 64
+            for model in (self.target, *self.draft):
+                model.reserve(self.capacity)
+            self.graph = None
+
+    def draw_root(self, logits) -> int:
+        """Draws the token after the text, of logits (1, V): the root of the next tree."""
+        if self.method.shared_noise:
+            self.noise = shared_noise(self.seed, self.base, self.vocabulary)
+        scores = self.scores(logits, slice(-1, None))
+        self.tokens[:1] = self.method.draw(scores, 1, self.generator)[:, 0]
+        return int(self.tokens[0])
+
+    def probe(self, prompt, logits) -> int:
+        """A plain step that shows whether the target can be trusted with trees, once for a Decoder.
+
+        A model that masks by slot, or numbers positions its own way, would give another text without a word,
+        and no list of names is complete. So the prompt's last tokens are scored again, as a tree, each beside
+        a decoy, in a cache with slots to spare: they must score as in the prompt's own pass (logits, (known,
+        V)), but for rounding. The new root, at the end, is scored for the first time, so the step yields a
+        token as any other. Raises ValueError where the scores differ."""
+        known = len(logits)
+        self.probed = known == PROBED
+        #     0─┬─1─┬─3─┬─5 ..     0, 1, 3, 5, ..: the prompt's last tokens, then the root
+        #       │   │   └─6
+        #       │   └─4            2, 4, 6, ..: decoys, the token before
+        #       └─2
+        spine = [0, *range(1, 2 * known, 2)]
+        layout = Layout(Tree([-1, *np.repeat(spine[:-1], 2)]), self.device)
+        text = torch.cat([prompt[-known:], self.tokens[:1]])                            # (known + 1,)
+        pairs = torch.stack([text[1:], text[:-1]], dim=1)
+        self.reserve(self.length + layout.tree.size + 1)
+        start = self.base - known
+        self.target.take(place(layout, start, self.capacity))
+        scored = self.target.score(torch.cat([text[:1], pairs.flatten()]), layout.nodes)[spine]
+        difference = (scored[:-1] - logits).float().norm() / logits.float().norm()
+        _refuse(difference > torch.finfo(logits.dtype).eps ** 0.5,
+                f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.0%}")
+        self.target.move(start + layout.nodes[spine], start + layout.nodes[: known + 1])
+        self.history = torch.cat([self.history, self.tokens[None, :1]], dim=1)
+        self.tokens[-1] = self.tokens[0]
+        self.length += 1
+        self.base += 1
+        return self.draw_root(scored[-1:])
 
     def use(self, tree: Tree):
-        """Takes a tree for the steps to come."""
+        """Takes a tree for the steps to come, and makes room for one."""
+        self.reserve(self.length + tree.size + 1)
         if self.layout is None or tree != self.layout.tree:
-            self.tokens = self.tokens[[0] * tree.size + [-1]]                               # (size + 1,)
-            self.Q = torch.zeros(tree.size, self.vocabulary, device=self.device)
-            self.layout, self.graph, self.steps = Layout(tree, self.device), None, 0
+            tokens = self.tokens.new_full((tree.size + 1,), -1)
+            tokens[0] = self.tokens[0]
+            tokens[-1] = self.tokens[-1]
+            self.tokens = tokens
+            self.q = torch.zeros(tree.size, self.vocabulary, device=self.device)
+            self.layout = Layout(tree, self.device)
+            self.graph = None
+            self.steps = 0
 
     def step(self) -> Step:
         """One step, as the host sees it."""
         self.steps += 1
-        run = self.replay if self.static and self.steps > 2 else self.program
+        program = self.replay if self.static and self.steps > 2 else self.program
         # If static, the step's one copy to the host.
-        node, token, *tokens, _ = run().tolist()
+        node, token, *tokens, _ = program().tolist()
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
         step = Step(self.layout.tree, tokens, path, token)
         self.length += len(step.tokens)
-        if self.reads_history:
+        if self.reads_text:
             # The old root and the accepted nodes. The token after them is the new root.
-            known = self.tokens.new_tensor([tokens[:1] + step.tokens[:-1]])
-            self.history = torch.cat([self.history, known], dim=1)
-        self.acceptance.count(step)
+            text = self.tokens.new_tensor([tokens[:1] + step.tokens[:-1]])
+            self.history = torch.cat([self.history, text], dim=1)
         return step
 
     def program(self) -> Tensor:
         """One step on the device: (size + 3,), the last accepted node, the token after it, all tokens.
 
         If `static`, its shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
-        layout, models = self.layout, (self.target, *self.draft)
+        layout = self.layout
+        models = (self.target, *self.draft)
         # 1. The tree takes its place behind the text.
-        for model in models:
-            model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
+        placement = place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
+        for model in models if layout.levels else models[:1]:
+            model.take(placement)
+        if self.method.shared_noise:
+            positions = self.base + torch.arange(layout.tree.depth + 1, device=self.device)
+            self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth + 1, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
-        for parents, fed, width, children, proposal in layout.levels:
-            logits = self.draft[0].score(self.tokens, fed)[-len(parents) :]
-            Q = self.Q[parents] = self.probs(logits, parents)                               # (parents, V)
-            proposals = self.method.propose(Q, width, self.generator)                       # (parents, width)
-            if self.reads_history:
-                # What the processors have ruled out does not exist, nor does anything below it.
-                possible = Q.gather(1, proposals.clamp(min=0)) > (-torch.inf if self.greedy else 0)
-                exists = (self.tokens[parents, None] >= 0) & possible
-                proposals = torch.where(exists, proposals, -1)
-            self.tokens[children] = proposals.take(proposal)
+        for level in layout.levels:
+            logits = self.draft[0].score(self.tokens, level.fed)[-len(level.parents) :]
+            q = self.scores(logits, level.parents, draft=True)                          # (parents, V)
+            self.q[level.parents] = q
+            proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
+            # Below a child that does not exist there is none either.
+            proposals = torch.where(self.tokens[level.parents, None] >= 0, proposals, -1)
+            self.tokens[level.children] = proposals.take(level.proposals)
         # 3. The target scores it in one pass.
-        logits = self.target.score(self.tokens, layout.nodes)                               # (size, V)
+        logits = self.target.score(self.tokens, layout.nodes)                           # (size, V)
         # 4. Verification finds the path to keep and the token after it.
         node, token = self.method.verify_tree(
-            layout, self.tokens, lambda nodes: self.probs(logits[nodes.start : nodes.stop], nodes), self.Q,
-            self.generator, self.static)
-        token = torch.where(self.Q.sum().isnan(), -1, token)
+            layout, self.tokens, lambda nodes: self.scores(logits[nodes], nodes), self.q, self.generator,
+            self.static)
+        # A draft's NaN would else be a child that does not exist.
+        token = torch.where(self.q.sum().isnan(), -1, token)
         report = torch.cat([node, token, self.tokens])
         # 5. The entries of the accepted nodes move up behind the text.
-        path = layout.paths[node][0]                                                        # (depth,)
-        for model in models:
+        path = layout.paths[node][0]                                                    # (depth,)
+        for model in models if layout.levels else models[:1]:
             model.move(self.base + path, self.base + layout.offset[: len(path)])
         # 6. The last accepted node is the next node -1, the token the next root.
-        self.tokens[-1:], self.tokens[:1] = self.tokens[node], token
+        self.tokens[-1:] = self.tokens[node]
+        self.tokens[:1] = token
         self.base += layout.depth[node] + 1
         return report
 
     def replay(self) -> Tensor:
         """The third step with a tree is recorded as a CUDA graph, which is replayed ever after. Two have run
-        before, and warmed the libraries up."""
+        before, and warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            if self.generator is not None:
-                graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph):
-                self.report = self.program()
+            try:
+                if self.generator is not None:
+                    graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph):
+                    self.report = self.program()
+            except RuntimeError as error:
+                warnings.warn(f"decoding goes on without a CUDA graph: {str(error).strip().splitlines()[0]}")
+                self.cuda_graph = False
+                self.static = False
+                return self.program()
             self.graph = graph
         self.graph.replay()
         return self.report
 
-    def probs(self, logits, nodes):
-        """A model's distributions after these nodes, or after the prompt for [None]: (nodes, V) float32 over
-        the target's vocabulary. If greedy, scores, of which only the order counts. Processors that read the
-        history see each node's own path, one by one."""
+    def scores(self, logits, nodes, draft=False):
+        """A model's scores after these nodes, an index of them, (nodes, V): float32, over the target's
+        vocabulary, as the processors shape them. After node -1 comes the root."""
         scores = logits.float()
-        if missing := self.vocabulary - logits.shape[1]:
+        missing = self.vocabulary - logits.shape[1]
+        if missing:
             scores = nn.functional.pad(scores, (0, missing), value=-torch.inf)
-        if self.reads_history:
-            scores = torch.stack([self.processed(row, node) for row, node in zip(scores, nodes)])
+        if not self.reads_text:
+            scores = self.process(self.history, scores, draft)
         else:
-            for processor in self.processors:
-                scores = processor(self.history, scores)
-        return scores if self.greedy else scores.softmax(dim=1)
+            # Each node has its own path, so they are asked about one by one.
+            one_by_one = zip(self.layout.offset[nodes].tolist(), scores.split(1))
+            scores = torch.cat([self.process_after(node, row, draft) for node, row in one_by_one])
+        if self.method.shared_noise:
+            scores = scores + self.noise[self.layout.depth[nodes] + 1]
+        return scores
 
-    def processed(self, scores, node):
-        """The scores after one node, (V,), processed with the text up to it."""
-        path = [] if node is None else self.layout.tree.mask[node].nonzero()[:, 0]
-        text, (index, rows) = torch.cat([self.history, self.tokens[None, path]], dim=1), self.row
+    def process_after(self, node, scores, draft):
+        """The scores after one node, (1, V), processed with the text up to it."""
+        path = self.layout.mask[node, :-1].nonzero()[:, 0]
+        text = torch.cat([self.history, self.tokens[None, path]], dim=1)
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
         # Some processors know the rows of the batch that they were made for.
-        return self.processors(text.repeat(rows, 1), scores.repeat(rows, 1))[index]
+        processed = self.process(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)
+        return processed[self.row : self.row + 1]
+
+    def process(self, text, scores, draft):
+        """Scores after a text, (rows, length), as the processors shape them, (rows, V)."""
+        for processor in self.processors:
+            shaped = processor(text, scores)
+            if draft and type(processor) in CUTS:
+                shaped = torch.where(shaped > -torch.inf, shaped, scores - FAR_BELOW)
+            scores = shaped
+        return scores
+
+
+def of_row(processor, row: int):
+    """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+
+
+def arguments_of_generate() -> dict:
+    """Those of the `generate` that is running: it does not hand over all of them to a custom loop."""
+    frame = inspect.currentframe()
+    while frame and not (frame.f_code.co_name == "generate" and "assistant_model" in frame.f_locals):
+        frame = frame.f_back
+    return dict(frame.f_locals) if frame else {}
 
 
 def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None,
-           draft=None, tree="auto", method="sequoia", generator=None, on_step=None, cuda_graph=True, **rest):
+           draft=None, tree="auto", method="sequoia", generator=None, on_step=None, cuda_graph=True,
+           **arguments):
     """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
     draft, tree, method, generator, on_step, cuda_graph: a Decoder's. The rest is what `generate` prepares."""
-    call = model, input_ids, logits_processor, stopping_criteria, generation_config, streamer
-    return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(*call, **rest)
+    decoder = Decoder(model, draft, tree, method, generator, on_step, cuda_graph)
+    return decoder(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                   **arguments)
 
 
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. And the most nodes of a plan.
-PRIOR, LARGEST = 0.6 / np.arange(1, 33) ** 2, 256
-
-
-class Acceptance:
-    """How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each."""
-
-    def __init__(self, levels: int = 4):
-        self.steps, (self.tried, self.accepted) = 0, np.zeros((2, levels, len(PRIOR)))
-
-    def count(self, step: Step):
-        """Counts the children that a walk to this step's end would have tried and accepted."""
-        for depth, (node, child) in enumerate(zip([0, *step.path], [*step.path, None])):
-            children, level = step.tree.children[node], min(depth, len(self.tried) - 1)
-            tried = len(children) if child is None else child - children[0] + 1
-            self.tried[level, :tried] += 1
-            self.accepted[level, tried - 1 : tried] += child is not None
-        self.steps += 1
-
-    def rates(self, weight: float = 8.0) -> np.ndarray:
-        """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
-        chance that it is tried. A level's prior is the level above, and counts like `weight` tries."""
-        rows, when_tried = [], PRIOR / (1 - np.concatenate([[0], PRIOR.cumsum()[:-1]]))
-        for tried, accepted in zip(self.tried, self.accepted):
-            when_tried = (accepted + weight * when_tried) / (tried + weight)
-            rows.append(when_tried * np.cumprod([1, *(1 - when_tried[:-1])]))
-        return np.stack(rows)
+PRIOR = 0.6 / np.arange(1, 33) ** 2
+LARGEST = 256
 
 
 class Latency(NamedTuple):
-    """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a level of a chain."""
+    """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a draft pass."""
     sizes: list
     t: list
     c: float
-    spent: float = 0.0       # on measuring
 
     def of_step(self, size, depth):
         return np.interp(size, self.sizes, self.t) + (depth - 1) * self.c
@@ -929,181 +1312,271 @@ def plan(rates, latency: Latency) -> Plan:
     largest = latency.sizes[-1]
     # A node of so small a tree hardly ever has use for more children.
     rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
-    G = expected_tokens_table(rates, largest, min(largest, 2 * largest.bit_length()))[1:, 1:].clip(0)
-    n, d = np.mgrid[1 : G.shape[0] + 1, 1 : G.shape[1] + 1]
+    deepest = min(largest, 2 * largest.bit_length())
+    G = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)                  # (largest, deepest)
+    n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
     speedup = G * latency.t[0] / latency.of_step(n, d)
     # Of the depths within 2% of the best the deepest: it shows more of how often deep nodes are accepted.
     depth = int((speedup.max(axis=0) > 0.98 * speedup.max()).nonzero()[0][-1])
-    best = int(speedup[:, depth].argmax()), depth
-    return Plan(optimal_tree(rates, best[0] + 1, depth + 1), float(G[best]), float(speedup[best]))
+    size = int(speedup[:, depth].argmax())
+    tree = optimal_tree(rates, size + 1, depth + 1)
+    return Plan(tree, float(G[size, depth]), float(speedup[size, depth]))
 
 
-def best_tree(decoder: Decoder) -> Tree:
-    """The best by what was counted: of the shape that was given, or of all."""
-    rates = decoder.acceptance.rates()[:, : decoder.vocabulary]
-    if decoder.tree != "auto":
-        return optimal_tree(rates, *decoder.tree)
-    decoder.plan = plan(rates, decoder.latency)
-    return decoder.plan.tree
+@functools.cache
+def decent_tree(size: int, vocabulary: int) -> Tree:
+    """A tree to begin with, before anything was counted."""
+    return optimal_tree(PRIOR[: min(size, vocabulary)], size, size.bit_length())
 
 
-def measure(decoder: Decoder, prompt: Tensor, history: Tensor) -> Latency:
-    """Times whole steps after the prompt's last 64 tokens: with n nodes on d levels one takes t(n) + (d - 1)
-    c. The texts are thrown away, what they show of the acceptance is counted. The trees take turns, as a
-    machine's speed drifts, for a second or 30 plain steps, whichever is longer. They grow until a step takes
-    2.5 times as long as a plain one: beyond that, time grows faster than tokens."""
-    def clock():
-        if decoder.device.type == "cuda":
-            torch.cuda.synchronize(decoder.device)
-        now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=decoder.device)
-        if decoder.sharded:
-            # All ranks plan by rank 0's clock.
-            torch.distributed.broadcast(now, src=0)
-        return now.item()
+class Planner:
+    """Chooses a Decoder's trees. It measures while the first steps decode, then plans, and goes on learning.
 
-    def visit(tree):
-        """Two steps more with this tree, after some to warm up: on a GPU the third records."""
-        decoder.begin(prompt[-64:], history)
-        decoder.use(tree)
-        for i in range(-3 if decoder.static else -1, 2):
-            begun = clock()
-            decoder.step()
-            if i >= 0:
-                seconds.setdefault(tree, []).append(clock() - begun)
+    shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". warm_up: how many steps
+    with a tree are not timed. plan: the Plan in use, None before the first."""
 
-    def late():
-        return clock() - start > max(1, 30 * np.median(seconds[plain]))
+    def __init__(self, shape, vocabulary: int, warm_up: int):
+        self.shape = shape
+        self.vocabulary = vocabulary
+        self.warm_up = warm_up
+        self.steps = 0
+        # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
+        ranks = min(len(PRIOR), vocabulary)
+        self.tried = np.zeros((4, ranks))
+        self.accepted = np.zeros((4, ranks))
+        self.plan = None
+        self.measure_anew()
 
-    seconds, start, plain = {}, clock(), Tree([-1])
-    for tree in (plain, chain(1), chain(5)):
-        visit(tree)
-    for size in (4, 8, 16, 32, 64, 128, 256):
-        # A slow target has times for 16 nodes all the same.
-        if size > 16 and (late() or np.median(seconds[tree]) > 2.5 * np.median(seconds[plain])):
-            break
-        tree = optimal_tree(PRIOR[: decoder.vocabulary], size, size.bit_length())
-        visit(tree)
-    while not late():
-        visit(min(seconds, key=lambda tree: len(seconds[tree])))
-    step = {tree: float(np.median(times)) for tree, times in seconds.items()}
-    c = max(0.0, (step.pop(chain(5)) - step.pop(chain(1))) / 4)
-    t = np.array([time - (tree.depth - 1) * c for tree, time in step.items()])
-    # Noise only adds to a time. So a tree takes no longer than the fastest larger one.
-    t = np.minimum.accumulate(t[::-1])[::-1]
-    # What one text has shown counts a quarter of what the texts to come will show.
-    counts = decoder.acceptance
-    counts.steps, counts.tried, counts.accepted = 0, counts.tried / 4, counts.accepted / 4
-    decoder.layout = None
-    return Latency([tree.size for tree in step], t.tolist(), c, clock() - start)
+    def measure_anew(self):
+        self.visits = {}         # by tree: how many steps were made with it
+        self.seconds = {}        # by tree: the times of its last steps
+        self.measured = False
+        self.due = 0             # the number of steps from which on it plans again
+
+    def next_tree(self) -> Tree:
+        """The tree for the next step."""
+        if isinstance(self.shape, Tree):
+            return self.shape
+        if self.shape == "auto" and not self.measured:
+            tree = self.next_to_time()
+            if tree:
+                return tree
+            self.measured = True
+        # Planned again when as much again has been seen.
+        if self.steps >= self.due:
+            self.due = max(64, 2 * self.steps)
+            if self.shape == "auto":
+                self.plan = plan(self.rates(), self.latency())
+                self.tree = self.plan.tree
+            else:
+                self.tree = optimal_tree(self.rates(), *self.shape)
+        return self.tree
+
+    def next_to_time(self) -> Tree | None:
+        """The next tree to be timed, None when enough is known. Each is used for two steps, after those that
+        warm up. A star and a chain of five children are trees of one size, and tell what a draft pass takes.
+        Sizes then double until t(n) is 2.5 t(1): beyond that, time grows faster than tokens."""
+        def unknown(tree):
+            return self.visits.get(tree, 0) < self.warm_up + 2
+
+        # A decent tree comes first, as the text is on its way.
+        for tree in (decent_tree(8, self.vocabulary), Tree([-1]), chain(5), decent_tree(16, self.vocabulary),
+                     sequences(min(5, self.vocabulary), 1), decent_tree(4, self.vocabulary)):
+            if unknown(tree):
+                return tree
+        size = 16
+        latency = self.latency()
+        while size < LARGEST and latency.of_step(size, 1) < 2.5 * latency.t[0]:
+            size *= 2
+            tree = decent_tree(size, self.vocabulary)
+            if unknown(tree):
+                return tree
+        return None
+
+    def latency(self) -> Latency:
+        """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
+        step = {tree: statistics.median_low(times) for tree, times in self.seconds.items()}
+        star = sequences(min(5, self.vocabulary), 1)
+        c = max(0.0, (step[chain(5)] - step[star]) / 4)
+        t = {}
+        for tree, seconds in step.items():
+            # No more than nine tenths can have been draft passes, whatever the noise.
+            without_draft = max(seconds - (tree.depth - 1) * c, seconds / 10)
+            t[tree.size] = min(without_draft, t.get(tree.size, math.inf))
+        sizes = sorted(t)
+        # Noise only adds to a time. So a tree takes no longer than the fastest larger one.
+        least = np.minimum.accumulate([t[n] for n in reversed(sizes)])[::-1]
+        return Latency(sizes, least.tolist(), c)
+
+    def learn(self, step: Step, seconds: float):
+        """Takes in what a step has shown: how long it took, and which children a walk to its end tried."""
+        self.steps += 1
+        path = [0, *step.path]
+        for level, node in enumerate(path):
+            row = min(level, len(self.tried) - 1)
+            for rank, child in enumerate(step.tree.children[node][: self.tried.shape[1]]):
+                if step.node_tokens[child] < 0:
+                    break
+                self.tried[row, rank] += 1
+                if child in path:
+                    self.accepted[row, rank] += 1
+                    break
+        self.visits[step.tree] = self.visits.get(step.tree, 0) + 1
+        if self.visits[step.tree] > self.warm_up:
+            times = self.seconds.get(step.tree, []) + [seconds]
+            self.seconds[step.tree] = times[-64:]
+            # A machine that slows down by half in mid-text, or recovers, is measured anew.
+            if len(times) >= 16 and self.measured:
+                change = statistics.median_low(times[-8:]) / statistics.median_low(times[:8])
+                if not 1 / 1.4 < change < 1.4:
+                    self.measure_anew()
+
+    def rates(self, weight: float = 8.0) -> np.ndarray:
+        """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
+        chance that it is tried. A level's prior is the level above, and counts like `weight` tries."""
+        prior = PRIOR[: self.tried.shape[1]]
+        when_tried = prior / (1 - np.concatenate([[0], prior.cumsum()[:-1]]))
+        rows = []
+        for tried, accepted in zip(self.tried, self.accepted):
+            when_tried = (accepted + weight * when_tried) / (tried + weight)
+            rows.append(when_tried * np.cumprod([1, *(1 - when_tried[:-1])]))
+        return np.stack(rows)
 
 
 # --- 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
+
+
+def packable_dtypes() -> tuple:
+    """The dtypes whose products oneDNN, the CPU's matrix library, can pack here. Its operators are private to
+    torch, so some builds have none."""
+    operators = getattr(torch.ops, "mkldnn", None)
+    needed = ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight")
+    if not all(hasattr(operators, name) for name in needed):
+        return ()
+    return (torch.float32, torch.bfloat16) if operators._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is laid out for oneDNN, and for passes over about `rows` tokens."""
+
+    def __init__(self, linear, rows: int):
+        super().__init__()
+        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows))
+        self.bias = linear.bias
+        # A trace cannot take the empty list in the product, a script can.
+        self.product = torch.jit.script(packed_product)
+
+    def forward(self, x):
+        return self.product(x, self.weight, self.bias)
+
+
+class Pass(nn.Module):
+    """A CachedModel's pass as a module, which can be traced."""
+
+    def __init__(self, cached: CachedModel):
+        super().__init__()
+        self.model = cached.model
+        self.cached = cached
+
+    def forward(self, *inputs):
+        return self.cached.forward(*inputs)
+
+
 @torch.no_grad()
 def pack(model, rows: int = 16):
-    """Prepares a model on a CPU for decoding, in place, and returns it: lays out the weights of its linear
-    layers for oneDNN, the CPU's matrix library, and passes over about `rows` tokens, and records its pass.
-    Its numbers change by rounding. It cannot be trained, saved or changed any more. On a GPU, offloaded, or
-    of a dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree."""
-    dtypes = [torch.float32, torch.bfloat16][: 1 + torch.ops.mkldnn._is_mkldnn_bf16_supported()]
+    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
+    its pass, about half the time of a small model's. Its numbers change by rounding.
+
+    It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
+    dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
+
+    A recording is a TorchScript trace: the model runs once, the operators that it calls are written down with
+    their order, and later only those run, without the model's Python. What Python decided in that one run is
+    decided for ever: mixtures of experts take other experts for other tokens, some rotary embeddings other
+    angles for far positions. So the recording is compared with the packed model on other inputs, bit for bit,
+    and given up where they differ; and the packed model with the one that came, within rounding."""
     attention_windows(model)
-    done = {"recording", "offloaded"} & vars(model).keys()
-    if done or model.device.type != "cpu" or model.dtype not in dtypes:
+    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
+    done = {"recorded", "offloaded"} & vars(model).keys()
+    if done or not on_cpu or model.dtype not in packable_dtypes():
         return model
-    parent = {layer: one for one in model.requires_grad_(False).modules() for layer in one.children()
-              if type(layer) is nn.Linear}
-    given, groups = {}, {}
-    hook = nn.modules.module.register_module_forward_pre_hook(
-        lambda layer, inputs: given.setdefault(layer, inputs[0]) if layer in parent else None)
-    model(torch.zeros(1, 2, dtype=torch.long))
-    hook.remove()
-    # Layers of one parent with the same input, such as queries, keys and values, in the order of calls.
-    for layer in {**given, **parent}:
-        groups.setdefault((parent[layer], id(given.get(layer, layer)), layer.bias is None), []).append(layer)
-    model.recording = record(model, [join(layers, rows) for layers in groups.values()])
-    return model
-
-
-def join(layers, rows) -> Tensor:
-    """Makes one product of linear layers with the same input. Returns its packed weight."""
-    sizes, waiting = [layer.out_features for layer in layers], []
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat([layer.weight for layer in layers]), rows)
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    # A trace cannot take the empty list in the product, a script can.
-    product = torch.jit.script(packed_product)
-
-    def first(x):
-        """The first layer's output. Those of the others wait for them."""
-        y, *waiting[:] = product(x, weight, bias).split(sizes, dim=-1)
-        return y
-
-    for layer in layers:
-        layer.forward = first if layer is layers[0] else lambda x: waiting.pop(0)
-        # Its own weight takes no more memory.
-        del layer.weight
-        layer.weight = weight
-    return weight
-
-
-def record(model, weights) -> Callable:
-    """The model's pass as a TorchScript trace, which runs the same operators without Python: about half the
-    time of a small model's pass. A trace holds the operators of one run. Mixtures of experts take others for
-    other tokens, some rotary embeddings for other positions. So it is compared, bit for bit, with the plain
-    pass on other inputs. Where they differ, or there can be no trace, this is the plain pass."""
-    small, layout = CachedModel(model, capacity=32), Layout(k_ary(2, 4), "cpu")
-    small.feed(torch.arange(4))
-
-    def example(base, nodes, ahead=0):
-        small.place(layout, torch.tensor([base]), base + layout.tree.size)
+    model.requires_grad_(False)
+    small = CachedModel(model)
+    small.feed(torch.arange(4), capacity=32)
+    layout = Layout(k_ary(2, 4), "cpu")
+    tokens = torch.arange(layout.tree.size + 1) + 7
+    far = min(small.context, 10**6) - 24
+    examples = []
+    for base, nodes, ahead in ((4, 3, 0), (4, 15, 0), (5, 7, 0), (14, 2, 0), (16, 4, 0), (4, 3, far)):
+        small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
         small.positions = small.positions + ahead
-        return small.inputs(torch.arange(base, base + layout.tree.size + 1), torch.arange(nodes))
+        examples.append(small.inputs(tokens, layout.nodes[:nodes]))
 
-    def run(*inputs):
-        # Subtle: a trace cannot hold packed weights, so they are inputs, which nothing reads.
-        return small.run(*inputs[: len(inputs) - len(weights)])
+    def outputs(forward):
+        return [forward(*inputs) for inputs in examples]
 
-    def recording(*inputs):
-        # Else it would be optimised anew for every new shape.
-        with torch.jit.optimized_execution(False):
-            return traced(*inputs, *weights)
-
+    before = torch.cat(outputs(small.forward))
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is nn.Linear:
+                setattr(parent, name, PackedLinear(layer, rows))
+    packed = outputs(small.forward)
+    if (torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm():
+        raise RuntimeError(f"oneDNN gives other numbers for {type(model).__name__}: load it anew, do not pack")
+    model.recorded = small.forward
     try:
         with warnings.catch_warnings(action="ignore"):
-            graph = torch.jit.trace(run, (*example(4, 3), *weights), check_trace=False).graph
-        for name in ("erase_shape_information", "inline", "cse", "constant_propagation", "peephole", "dce"):
-            getattr(torch._C, f"_jit_pass_{name}")(graph)
-        traced = torch._C._create_function_from_graph("forward", graph)
-        far = min(small.last_position, 10**6) - 8
-        others = [example(4, 15), example(5, 7), example(14, 2), example(16, 4), example(4, 3, far)]
-        if all(torch.equal(recording(*inputs), small.run(*inputs)) for inputs in others):
-            return recording
+            traced = torch.jit.trace(Pass(small).eval(), examples[0], check_trace=False)
+            frozen = torch.jit.freeze(traced)
+
+        def recorded(*inputs):
+            # Else it would be optimised anew for every new shape.
+            with torch.jit.optimized_execution(False):
+                return frozen(*inputs)
+
+        if all(map(torch.equal, outputs(recorded), packed)):
+            model.recorded = recorded
     except (RuntimeError, AttributeError):
+        # There is no trace of this model. It runs packed.
         pass
-    return small.run
+
+    def refuse(*_):
+        raise RuntimeError("a packed model cannot be saved or loaded: its weights are laid out for this machine")
+
+    model.register_state_dict_pre_hook(refuse)
+    model.register_load_state_dict_pre_hook(refuse)
+    return model
 
 
 @torch.no_grad()
 def offload(model, device, resident: int = 0):
     """Moves a model to a device, in place, all but the weights of its decoder layers, for a target larger
     than the device. Those stay in host memory, pinned for a GPU. Two sets of buffers on the device take them
-    in turns: while a layer is computed from one, the next is copied to the other. resident: how many layers
-    stay on the device all the same, and one more if the rest are odd. Raises ValueError for a packed or
-    offloaded model, one without a list of layers, and layers that share weights."""
-    device, count = torch.device(device), model.config.get_text_config(decoder=True).num_hidden_layers
+    in turns: while a layer is computed from one, the next is copied to the other. Such a model must not be
+    used by two threads at once.
+
+    resident: how many layers stay on the device all the same. After the last layer comes the first one's
+    copy, into the other set: so an even number of layers streams, and one more stays if the rest are odd.
+    Raises ValueError for a packed or offloaded model, one without a list of layers, and layers that share
+    weights."""
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists or {"recording", "offloaded"} & vars(model).keys():
-        raise ValueError(f"{type(model).__name__} is packed or offloaded, or has no list of {count} layers")
-    layers, cuda = lists[0][resident + (count - resident) % 2 :], device.type == "cuda"
-    weights, stored, buffers, held = [list(layer.parameters()) for layer in layers], [], {}, {}
+    _refuse(not lists or {"recorded", "offloaded"} & vars(model).keys(),
+            f"{type(model).__name__} is packed or offloaded, or has no list of {count} layers")
+    layers = lists[0][resident + (count - resident) % 2 :]
+    weights = [list(layer.parameters()) for layer in layers]
     streaming = {id(weight) for layer in weights for weight in layer}
     uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False) if id(p) in streaming]
-    if len(uses) > len(streaming):
-        raise ValueError(f"{type(model).__name__} has layers that share weights")
+    _refuse(len(uses) > len(streaming), f"{type(model).__name__} has layers that share weights")
+    stored = []
+    buffers = {}
+    held = {}
     stream = torch.cuda.Stream(device) if cuda else None
 
     def fetch(i):
@@ -1144,33 +1617,43 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
              stopping_criteria=(), **kwargs):
     """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with what transformers does not
     pass on to a custom loop: a streamer, and stop_strings with their tokenizer."""
-    stops = [StopStringCriteria(tokenizer, stop_strings)] if stop_strings is not None else []
-    return target.generate(input_ids, custom_generate=functools.partial(decode, streamer=streamer),
-                           draft=draft, stopping_criteria=StoppingCriteriaList([*stopping_criteria, *stops]),
-                           **kwargs)
+    criteria = StoppingCriteriaList(stopping_criteria)
+    if stop_strings is not None:
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    loop = functools.partial(decode, streamer=streamer)
+    return target.generate(input_ids, custom_generate=loop, draft=draft, stopping_criteria=criteria, **kwargs)
 
 
 TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 # Which of torchrun's processes this is, and how many there are.
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+EXAMPLES = """examples:
+  python sequoia.py --prompt "import os" --temperature 0 --explain
+  python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt"""
 
 
 def arguments(argv=None):
     """What the command line says. Raises ValueError for numbers out of range."""
-    parser = argparse.ArgumentParser("sequoia.py", description="Decodes text as the target would, faster.")
-    add, gpu = parser.add_argument, f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    parser = argparse.ArgumentParser(
+        "sequoia.py", description="Decodes text as the target would, faster.", epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (the bundled target)")
     add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (the bundled)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
-    add("--temperature", type=float, default=0.6, metavar="T", help="0 is greedy (0.6)")
-    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability together")
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    add("--seed", type=int, default=0, help="the same seed and tree give the same text (0)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="in tokens (128)")
+    add("--temperature", type=float, default=0.6, metavar="T", help="0 is greedy, 1 the model's own (0.6)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability together, "
+        "0 to 1 (all)")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (all)")
+    add("--seed", type=int, default=0, help="the same seed and tree give the same text; with --method gumbel "
+        "any tree (0)")
     add("--method", default="sequoia", choices=METHODS, help="how children are drawn and verified (sequoia)")
-    add("--tree", default="auto", help="auto (the fastest for pair and machine), SIZExDEPTH (the best of "
-        "that shape), or none, which is plain decoding (auto)")
+    add("--tree", default="auto", help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so "
+        "many nodes on so many levels), or none, which is plain decoding (auto)")
     add("--device", default=gpu if torch.cuda.is_available() else "cpu", help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
@@ -1178,18 +1661,23 @@ def arguments(argv=None):
     args = parser.parse_args(argv)
     for name, least, most in (("max_new_tokens", 1, 2**31), ("temperature", 0, 100), ("top_k", 1, 2**31),
                               ("top_p", 1e-9, 1), ("seed", 0, 1e18)):
-        if (value := getattr(args, name)) is not None and not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}")
+        value = getattr(args, name)
+        _refuse(value is not None and not least <= value <= most,
+                f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}")
+    _refuse(not re.fullmatch("cpu|cuda(:[0-9]+)?", args.device),
+            f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
     args.tree = parse_tree(args.tree)
     return args
 
 
 def parse_tree(spec: str) -> "Tree | str | tuple[int, ...]":
     """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
-    if spec in ("auto", "none"):
-        return Tree([-1]) if spec == "none" else spec
-    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", spec):
-        raise ValueError(f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
+    if spec == "auto":
+        return spec
+    if spec == "none":
+        return Tree([-1])
+    _refuse(not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", spec),
+            f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
     return tuple(map(int, spec.split("x")))
 
 
@@ -1205,63 +1693,81 @@ def read(kind, name: str, **kwargs):
 def load(name: str, args, large: bool = False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
     ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
-    sharded, mapped = large and RANKS > 1, large and args.offload and args.device == "cpu"
-    good = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    sharded = large and RANKS > 1
+    mapped = large and args.offload and args.device == "cpu"
+    kwargs = {}
+    if sharded:
+        _refuse(not transformers.utils.is_accelerate_available(), "torchrun needs one more package: accelerate")
+        # Imported here, as it takes most of a second.
+        from transformers.distributed import DistributedConfig
+        kwargs["distributed_config"] = DistributedConfig(tp_size=RANKS)
+    good = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
     # Weights that keep their files' dtype are mapped, and the system pages them in and out.
     dtype = args.dtype or ("auto" if mapped else "bfloat16" if good else "float32")
-    kwargs = {"distributed_config": DistributedConfig(tp_size=RANKS)} if sharded else {}
     model, found = read(AutoModelForCausalLM, name, dtype=dtype, output_loading_info=True,
                         ignore_mismatched_sizes=True, **kwargs)
-    if lost := sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]:
-        raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[0]}")
+    lost = sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]
+    _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
     if large and args.offload and not mapped:
         return offload(model, args.device)
-    return model.eval() if mapped or sharded else pack(model.to(args.device).eval())
+    if mapped or sharded:
+        return model.eval()
+    return pack(model.to(args.device).eval())
 
 
 def load_tokenizer(args):
     """The target's tokenizer. The draft's must have the same tokens, but for added special ones."""
     target = read(AutoTokenizer, args.target)
     draft = target if args.tree == Tree([-1]) else read(AutoTokenizer, args.draft)
-    special = {str(x) for one in (target, draft) for x in one.added_tokens_decoder.values() if x.special}
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
-    if differing - special:
-        raise ValueError(f"{args.target} and {args.draft} have different tokens; a draft needs its target's")
-    if differing:
+    for tokenizer in (target, draft):
+        differing -= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    _refuse(differing, f"{args.target} and {args.draft} have different tokens; a draft needs its target's")
+    if target.get_vocab() != draft.get_vocab():
         warnings.warn("the tokenizers differ in added special tokens, which the draft will not guess")
     return target
 
 
-def run(args) -> int:
+def decode_prompt(args) -> int:
     """Loads, decodes, prints. Returns the exit code."""
     if RANKS > 1:
         torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-    tokenizer, text, steps, stamps, code = load_tokenizer(args), args.prompt, [], [], 0
+    tokenizer = load_tokenizer(args)
+    text = args.prompt
     if text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
+    _refuse(ids.shape[1] == 0, "--prompt is empty")
     draft = None if args.tree == Tree([-1]) else load(args.draft, args)
     target = load(args.target, args, large=True)
+    steps = []
+    stamps = []
 
     def on_step(step):
         steps.append(step)
         stamps.append(time.perf_counter())
         if args.explain and not RANK:
-            texts = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
-            labels = [f"[{text}]" if node in (0, *step.path) else text for node, text in enumerate(texts)]
-            print(f"step {len(steps)} adds {tokenizer.decode(step.tokens)!r}\n{step.tree.draw(labels)}\n")
+            words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
+            for node in (0, *step.path):
+                words[node] = f"[{words[node]}]"
+            print(f"step {len(steps)} adds {tokenizer.decode(step.tokens)!r}\n{step.tree.draw(words)}\n")
 
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
-    loop = functools.partial(decoder, streamer=None if args.explain or RANK else TextStreamer(tokenizer))
+    streamer = None if args.explain or RANK else TextStreamer(tokenizer)
+    code = 0
     try:
         out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0, custom_generate=loop,
+            ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0,
+            custom_generate=functools.partial(decoder, streamer=streamer),
             temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p,
             max_new_tokens=args.max_new_tokens)
         count = out.shape[1] - ids.shape[1]
+        if args.explain and not RANK:
+            print(tokenizer.decode(out[0]))
     except KeyboardInterrupt:
-        code, count = 130, sum(len(step.tokens) for step in steps)
+        code = 130
+        count = sum(len(step.tokens) for step in steps)
     if not RANK:
         summarise(args, decoder, steps, stamps, count)
     if RANKS > 1:
@@ -1269,18 +1775,32 @@ def run(args) -> int:
     return code
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def summarise(args, decoder, steps, stamps, count):
-    """Prints what the text cost."""
-    tree, tokens = steps[-1].tree if steps else Tree([-1]), [len(step.tokens) for step in steps]
+    """Says on standard error what the text cost."""
+    say = functools.partial(print, file=sys.stderr)
+    tokens = [len(step.tokens) for step in steps]
     pace = sum(tokens[1:]) / (stamps[-1] - stamps[0]) if len(steps) > 1 else 0.0
-    print(f"\n{count} tokens in {len(steps)} steps, {sum(tokens) / max(1, len(steps)):.2f} tokens a step, "
-          f"{pace:.0f} a second\ntree: {tree.size} nodes on {tree.depth} levels; method: {args.method}, "
-          f"temperature {args.temperature:g}, seed {args.seed}, {decoder.models[0].dtype} on {args.device}")
-    if decoder.plan:
-        print("plan: {1:.2f} tokens a step, {2:.2f} times plain decoding; from measured times, so a seed "
-              "alone does not repeat the text".format(*decoder.plan))
-        if len(steps) > 8 and np.median(np.diff(stamps)) > 2 * decoder.latency.of_step(tree.size, tree.depth):
-            print("steps took more than twice as long as planned: is the processor busy with other work?")
+    tree = steps[-1].tree if steps else Tree([-1])
+    drawn = f", seed {args.seed}" if args.temperature else ""
+    say(f"\n{counted(count, 'token')} in {counted(len(steps), 'step')}, "
+        f"{sum(tokens) / max(1, len(steps)):.2f} tokens a step, {pace:.0f} a second\n"
+        f"tree: {counted(tree.size, 'node')} on {counted(tree.depth, 'level')}; method: {args.method}, "
+        f"temperature {args.temperature:g}{drawn}, {decoder.target.model.dtype} on {args.device}")
+    asked = {TemperatureLogitsWarper} | ({TopPLogitsWarper} if args.top_p else set())
+    asked |= {TopKLogitsWarper} if args.top_k else set()
+    added = [type(one).__name__ for one in getattr(decoder, "processors", ()) if type(one) not in asked]
+    if added:
+        say(f"{args.target}'s generation config adds {', '.join(added)}")
+    found = decoder.planner.plan if steps else None
+    if found:
+        say(f"plan: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain decoding")
+        if args.temperature and args.method != "gumbel":
+            say("the trees come from measured times, so a seed alone does not repeat the text: --tree or "
+                "--method gumbel does")
 
 
 def main(argv=None) -> int:
@@ -1289,7 +1809,7 @@ def main(argv=None) -> int:
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
     try:
-        return run(arguments(argv))
+        return decode_prompt(arguments(argv))
     # A device that is not there is a RuntimeError, or an AssertionError where torch has no CUDA at all.
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
         print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)
