@@ -60,6 +60,11 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
+def _refuse(found, reason):
+    if found:
+        raise ValueError(reason)
+
+
 # --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
 
 
@@ -82,17 +87,16 @@ class Tree:
 
     def __post_init__(self):
         parents = tuple(map(operator.index, self.parents))
-        if parents[:1] != (-1,):
-            raise ValueError(f"a tree starts with its root, whose parent is -1; got parents {parents[:8]}")
+        _refuse(parents[:1] != (-1,), f"a tree starts with its root, whose parent is -1; got {parents[:8]}")
         depths = [0]
         ranks = [0]
         children = [[]]
         for node in range(1, len(parents)):
             parent = parents[node]
             least = max(0, parents[node - 1])
-            if not least <= parent < node:
-                raise ValueError(f"nodes must be in level order: the parent of node {node} must be from "
-                                 f"{least} to {node - 1}, got {parent}")
+            _refuse(not least <= parent < node,
+                    f"nodes must be in level order: the parent of node {node} must be from {least} to "
+                    f"{node - 1}, got {parent}")
             depths.append(depths[parent] + 1)
             ranks.append(len(children[parent]))
             children[parent].append(node)
@@ -102,19 +106,15 @@ class Tree:
                           ranks=tuple(ranks), children=tuple(map(tuple, children)))
 
     @classmethod
-    def from_paths(cls, paths) -> "Tree":
+    def from_paths(cls, paths):
         """The inverse of `paths`: (0,), (1,), (0, 0) are the root's first two children and the first one's
         first child. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted({tuple(path) for path in paths} | {()}, key=lambda path: (len(path), path))
-        parents = [-1]
-        for path in nodes[1:]:
-            needed = path[:-1] + (path[-1] - 1,) if path[-1] else path[:-1]
-            if needed not in nodes:
-                raise ValueError(f"path {path} needs {needed}, its parent or elder sibling, in the tree")
-            parents.append(nodes.index(path[:-1]))
-        return cls(parents)
+        tree = cls([-1] + [nodes.index(path[:-1]) for path in nodes[1:]])
+        _refuse(tree.paths() != nodes[1:], f"an elder sibling is missing among the paths {nodes[1:]}")
+        return tree
 
-    def paths(self) -> list[tuple[int, ...]]:
+    def paths(self):
         """Every node but the root as its ranks from the root down, in level order."""
         paths = [()]
         for node in range(1, self.size):
@@ -122,14 +122,14 @@ class Tree:
         return paths[1:]
 
     @functools.cached_property
-    def mask(self) -> Tensor:
+    def mask(self):
         """Who may attend to whom, (size, size) bool: mask[i, j] where j is i or an ancestor of i."""
         mask = np.eye(self.size, dtype=bool)
         for node in range(1, self.size):
             mask[node] |= mask[self.parents[node]]
         return torch.from_numpy(mask)
 
-    def draw(self, labels) -> str:
+    def draw(self, labels):
         """The tree as text, a line for each leaf, its nodes shown by these labels, (size,) strings."""
         lines = []
         # Each entry: a node, what stands before it on its line, and what stands there on the lines below.
@@ -154,18 +154,18 @@ class Tree:
         return self.draw([str(node) for node in range(self.size)])
 
 
-def chain(length: int) -> Tree:
+def chain(length):
     """The root and one sequence of `length` tokens: plain speculative decoding."""
     return sequences(1, length)
 
 
-def sequences(k: int, length: int) -> Tree:
+def sequences(k, length):
     """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5x8 has 41 nodes."""
     _at_least_one(k=k, length=length)
     return Tree((-1,) + (0,) * k + tuple(range(1, k * (length - 1) + 1)))
 
 
-def k_ary(k: int, depth: int) -> Tree:
+def k_ary(k, depth):
     """The full tree of `depth` levels in which every node above the last has `k` children."""
     _at_least_one(k=k, depth=depth)
     inner = sum(k**level for level in range(depth - 1))
@@ -174,14 +174,14 @@ def k_ary(k: int, depth: int) -> Tree:
 
 def _at_least_one(**values):
     for name, value in values.items():
-        if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        _refuse(value is not None and (not isinstance(value, int | np.integer) or value < 1),
+                f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 # --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
 
 
-def expected_tokens(tree: Tree, acceptance_rates) -> float:
+def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
@@ -200,7 +200,7 @@ def expected_tokens(tree: Tree, acceptance_rates) -> float:
     return float(sum(chance))
 
 
-def expected_tokens_table(acceptance_rates, size: int, depth: int, max_branch=None) -> np.ndarray:
+def expected_tokens_table(acceptance_rates, size, depth, max_branch=None):
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
     best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
@@ -210,7 +210,7 @@ def expected_tokens_table(acceptance_rates, size: int, depth: int, max_branch=No
     return np.stack(columns, axis=1)
 
 
-def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_branch=None) -> Tree:
+def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
     """The tree of exactly `size` nodes, on at most `depth` levels and with at most `max_branch` children a
     node, that has the most expected tokens.
 
@@ -232,8 +232,7 @@ def optimal_tree(acceptance_rates, size: int, depth: int | None = None, max_bran
         levels += 1
     depth = min(depth or size, bottom + levels)
     possible = np.isfinite(best_subtrees(0, depth).G).nonzero()[0]
-    if size not in possible:
-        raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
+    _refuse(size not in possible, f"no such tree has {size} nodes: the largest has {possible.max()}")
     parents = [-1]
     # Each node's level and its subtree's size. The list grows while it is read.
     nodes = [(0, size)]
@@ -257,7 +256,7 @@ class _BestSubtrees(NamedTuple):
     last_child: list         # for the b-th child: (size + 1,) its nodes, where the root has b children
 
 
-def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
+def _best_subtrees(acceptance_rates, size, depth, max_branch):
     """A function of a level and a number of levels: the _BestSubtrees rooted there. With b children of their
     root, and rate_b the chance that the b-th is accepted, their value is
 
@@ -284,21 +283,21 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch) -> Callable:
                 gain = np.where(below > 0, rate * below.clip(0), -np.inf)
                 # Subtle: a negative n - m finds the -inf at the end.
                 fewer = np.append(with_children[-1], np.full(size, -np.inf))
-                sums = fewer[n_minus_m] + gain                                        # (size + 1 n, size + 1 m)
+                sums = fewer[n_minus_m] + gain                                  # (size + 1, size + 1)
                 last_child.append(sums.argmax(axis=1))
                 with_children.append(sums.max(axis=1))
         return _BestSubtrees(np.max(with_children, axis=0), np.argmax(with_children, axis=0), last_child)
     return best_subtrees
 
 
-def _check_rates(acceptance_rates) -> np.ndarray:
+def _check_rates(acceptance_rates):
     rates = np.asarray(acceptance_rates, dtype=np.float64)
-    if rates.ndim not in (1, 2) or rates.shape[:-1] == (0,) or not ((0 <= rates) & (rates <= 1)).all():
-        raise ValueError(f"acceptance_rates must be finite, in [0, 1], of shape (ranks,) or (levels, ranks), "
-                         f"got {rates.shape}")
+    _refuse(rates.ndim not in (1, 2) or rates.shape[:-1] == (0,) or not ((0 <= rates) & (rates <= 1)).all(),
+            f"acceptance_rates must be finite, in [0, 1], of shape (ranks,) or (levels, ranks), got "
+            f"{rates.shape}")
     total = rates.sum(axis=-1).max()
-    if total > 1 + 1e-6:
-        raise ValueError(f"the acceptance_rates of a level sum to {total:.4f}, but at most one is accepted")
+    _refuse(total > 1 + 1e-6,
+            f"the acceptance_rates of a level sum to {total:.4f}, but at most one is accepted")
     return np.atleast_2d(rates)
 
 
@@ -306,15 +305,16 @@ def _check_rates(acceptance_rates) -> np.ndarray:
 #
 # What a model says travels as scores: logarithms of probabilities up to a constant, float32, -inf where a
 # token is ruled out. Scores do not underflow, so what follows holds at every temperature.
+RULED_OUT = -math.inf
 
 
-def gumbel(uniform: Tensor) -> Tensor:
+def gumbel(uniform):
     """Gumbel noise, -log E for E exponential, from uniform float64 numbers between 0 and 1. Subtle: E is as
     small as 1e-16 with 53 bits; with float32's 24 it would hardly ever draw a token of less than 6e-8."""
     return -(-uniform.log()).float().log()
 
 
-def sample_without_replacement(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+def sample_without_replacement(scores, k, generator=None):
     """k different tokens a row, (rows, V) -> (rows, k), each drawn from what the earlier ones leave; -1 where
     none is left, or NaN.
 
@@ -325,19 +325,19 @@ def sample_without_replacement(scores: Tensor, k: int, generator: torch.Generato
     return most_likely(scores + gumbel(uniform), k)
 
 
-def sample_with_replacement(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+def sample_with_replacement(scores, k, generator=None):
     """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible, or NaN."""
     draws = [sample_without_replacement(scores, 1, generator) for _ in range(k)]
     return torch.cat(draws, dim=1)
 
 
-def most_likely(scores: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+def most_likely(scores, k, generator=None):
     """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible, or NaN."""
     best = scores.topk(k)
-    return torch.where(best.values > -torch.inf, best.indices, -1)
+    return torch.where(best.values > RULED_OUT, best.indices, -1)
 
 
-def shared_noise(seed: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+def shared_noise(seed, positions, vocabulary):
     """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token, the
     same on every device. The three are hashed to 64 bits by the finaliser of splitmix64."""
     tokens = torch.arange(vocabulary, device=positions.device)
@@ -369,7 +369,7 @@ def shared_noise(seed: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 # order, the limit that greedy decoding is; with replacement they become copies of one token.
 
 
-def verify_one_node(P: Tensor, Q: Tensor, tokens: Tensor, noise: Tensor) -> tuple[int, Tensor]:
+def verify_one_node(P, Q, tokens, noise):
     """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or -1,
     and the residual (V,), from which the token is then drawn. What follows is tested against it."""
     R = P
@@ -406,7 +406,7 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
         # Where rounding leaves nothing, the residual stays as it was.
         R = torch.where(exists & (total > 0), left / total, R)
         if not replacement:
-            q = q.scatter(1, s, -torch.inf)
+            q = q.scatter(1, s, RULED_OUT)
     return ratios, R
 
 
@@ -420,23 +420,26 @@ def ratios_of_spectr(P, q, tokens, noise):
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
-    def tries(beta):
-        return torch.where(beta > 1e-6, (1 - (1 - beta).clamp(min=0) ** k) / beta, k.to(P.dtype))
+    def accepted_by_one_try(rho):
+        return torch.minimum(P / rho, Q)                                                        # (rows, V)
+
+    def tries(rho):
+        beta = accepted_by_one_try(rho).sum(dim=1, keepdim=True).double().clamp(1e-12, 1 - 1e-12)
+        # (1 - (1 - beta)^k) / beta, precise where beta is small.
+        return (-torch.expm1(k * torch.log1p(-beta)) / beta).to(P.dtype)
 
     low = torch.ones_like(k, dtype=P.dtype)
     high = k.clamp(min=1).to(P.dtype)
-    for _ in range(50 if P.dtype == torch.float64 else 25):
+    for _ in range(40):
         rho = (low + high) / 2
-        beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
-        enough = tries(beta) <= rho
+        enough = tries(rho) <= rho
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
-    one_try = torch.minimum(P / high, Q)
-    left = (P - tries(one_try.sum(dim=1, keepdim=True)) * one_try).clamp(min=0)
+    left = (P - tries(high) * accepted_by_one_try(high)).clamp(min=0)
     total = left.sum(dim=1, keepdim=True)
     s = tokens.clamp(min=0)
-    wanted = P.gather(1, s)
-    ratios = torch.where((tokens >= 0) & (wanted > 0), wanted / (high * Q.gather(1, s)), 0)
+    wanted = torch.where(tokens >= 0, P.gather(1, s), 0)
+    ratios = torch.where(wanted > 0, wanted / (high * Q.gather(1, s)), 0)
     return ratios, torch.where(total > 0, left / total, P)
 
 
@@ -478,10 +481,10 @@ class Method:
         are verified at once and the walk follows their ranks: no shape, no branch depends on the outcome."""
         if static:
             children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
-            rank, residual = self.verify(target_scores(slice(None)), q, children, generator)
+            rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             node = layout.nodes[:1]
             for _ in layout.levels:
-                node = layout.onward[node, rank[node]]
+                node = torch.where(rank[node] < 0, node, layout.children[node, rank[node]])
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
         residual = target_scores(slice(0, 1))
@@ -513,12 +516,12 @@ class Greedy(Method):
 
     def verify(self, p, q, tokens, generator=None):
         likeliest = p.argmax(dim=1, keepdim=True)
-        one_hot = torch.full_like(p, -torch.inf).scatter(1, likeliest, 0)
+        one_hot = torch.full_like(p, RULED_OUT).scatter(1, likeliest, 0)
         return super().verify(one_hot, q, tokens, generator)
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`, by comparisons alone."""
-        choice = self.draw(target_scores(slice(None)), 1)[:, 0]                                 # (size,)
+        choice = self.draw(target_scores(slice(len(q))), 1)[:, 0]                                 # (size,)
         right = (tokens[:-1] == choice[layout.parent]) | (layout.parent < 0)
         # A node is reached if it and its ancestors are right. The deepest such node ends the path.
         reached = (right | ~layout.mask[:-1, :-1]).all(dim=1)
@@ -550,40 +553,36 @@ class Traversal(Method):
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
-        P = target_scores(slice(None)).softmax(dim=1)
-        mass, residual = self.masses(layout.tree, tokens[:, None, None], P[:, None], q[:, None])
-        noise = torch.rand(len(P), generator=generator, dtype=torch.float64, device=P.device)
-        accepts = noise < mass[:, 0, 0]                                                         # (size,)
-        first = accepts[layout.leaves_first].max(dim=0, keepdim=True).indices
+        mass, residual = self.masses(layout.tree, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
+        noise = torch.rand(mass.shape, generator=generator, dtype=torch.float64, device=mass.device)
+        first = (noise < mass)[layout.leaves_first].max(dim=0, keepdim=True).indices
         node = layout.leaves_first[first]
-        return node, self.draw(residual[node, 0].log(), 1, generator)[:, 0]
+        return node, self.draw(residual[node].log(), 1, generator)[:, 0]
 
     def masses(self, tree, tokens, P, q):
-        """Each node's mass after all its children were rejected, (size, rows, 1), and its residual then,
-        (size, rows, V). A row is one draw of the tree's tokens, (size, rows, 1)."""
-        # Level order: a node's children are the next to be appended.
-        mass = [P.new_ones(P.shape[1], 1)]
+        """Each node's mass once all its children were rejected, (size,), and its residual then, (size, V)."""
+        mass = [P.new_ones(1)]
         residual = []
         for node in range(tree.size):
             a = mass[node]
             R = P[node]
             remaining = q[node]
+            # Level order: these children are the next to be appended.
             for child in tree.children[node]:
                 exists = tokens[child] >= 0
-                s = tokens[child].clamp(min=0)
-                D = remaining.softmax(dim=1)
-                ratio = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
-                mass.append((a * ratio).clamp(max=1))
+                s = tokens[child, None].clamp(min=0)                                            # (1,)
+                D = remaining.softmax(dim=0)
+                mass.append(torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
                 left = (a * R - D).clamp(min=0)
-                total = left.sum(dim=1, keepdim=True)
+                total = left.sum()
                 R = torch.where(exists & (total > 0), left / total, R)
                 # Subtle: where nothing is left, s / (s + 1 - a) is 0, or at a = 1 it is 0 / 0, and means 1.
                 a_left = torch.where(total > 0, total / (total + (1 - a)), a.floor())
                 a = torch.where(exists, a_left, a)
-                remaining = remaining.scatter(1, s, -torch.inf)
+                remaining = remaining.scatter(0, s, RULED_OUT)
             mass[node] = a
             residual.append(R)
-        return torch.stack(mass), torch.stack(residual)
+        return torch.cat(mass), torch.stack(residual)
 
 
 METHODS = {
@@ -599,8 +598,8 @@ METHODS = {
 GREEDY = Greedy(most_likely, ratios_of_naive, draw=most_likely)
 
 
-def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
-                      generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def sample_and_verify(P, Q, k, method="sequoia",
+                      generator=None):
     """Proposes k children a row from the draft's distributions Q, and verifies them against the target's P,
     (rows, V) each. Returns (rank, token), (rows,) each: the accepted child's rank, -1 where none was, and the
     emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, other shapes, k
@@ -611,17 +610,14 @@ def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
     >>> bool(((token.bincount() / 100_000 - P).abs() < 0.01).all())
     True
     """
-    if method not in METHODS or P.ndim != 2 or P.shape != Q.shape or not 1 <= k <= P.shape[1]:
-        raise ValueError(f"needs a method of {', '.join(METHODS)}, one shape (rows, V), k from 1 to V; got "
-                         f"{method}, {tuple(P.shape)}, {tuple(Q.shape)}, {k}")
-    scores = []
-    for probs in (P, Q):
-        probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
-        # bfloat16 rows sum to 1 but for their own rounding.
-        if not ((probs >= 0).all() and ((probs.sum(dim=1) - 1).abs() < 1e-2).all()):
-            raise ValueError("P and Q must be probabilities: no NaN, none negative, every row summing to 1")
-        scores.append(probs.log())
-    p, q = scores
+    _refuse(method not in METHODS or P.ndim != 2 or P.shape != Q.shape or not 1 <= k <= P.shape[1],
+            f"needs a method of {', '.join(METHODS)}, one shape (rows, V), k from 1 to V; got {method}, "
+            f"{tuple(P.shape)}, {tuple(Q.shape)}, {k}")
+    both = torch.stack([P, Q]).double()
+    # Rows of bfloat16 sum to 1 but for their own rounding.
+    _refuse(not ((both >= 0).all() and ((both.sum(dim=2) - 1).abs() < 1e-2).all()),
+            "P and Q must be probabilities: no NaN, none negative, every row summing to 1")
+    p, q = both.log()
     chosen = METHODS[method]
     if chosen.shared_noise:
         seed = torch.empty(1, dtype=torch.long, device=P.device).random_(generator=generator)
@@ -631,7 +627,8 @@ def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
     tokens = chosen.propose(q, k, generator)
     rank, residual = chosen.verify(p, q, tokens, generator)
     outcomes = torch.cat([tokens, chosen.draw(residual, 1, generator)], dim=1)              # (rows, k + 1)
-    return rank, outcomes.gather(1, torch.where(rank < 0, k, rank)[:, None])[:, 0]
+    # Subtle: rank -1 finds the last outcome.
+    return rank, outcomes[torch.arange(len(P), device=P.device), rank]
 
 
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
@@ -661,72 +658,51 @@ def sample_and_verify(P: Tensor, Q: Tensor, k: int, method: str = "sequoia",
 
 
 class Level(NamedTuple):
-    """What growing one level takes. For the tree drawn above, on the levels of the root and of node 1:
+    """What growing one level takes. For the tree drawn above, the levels of the root and of nodes 1 and 2:
 
-        parents      [0]        [1]      its nodes with children, (parents,)
-        fed          [-1, 0]    [1]      what the draft is fed: those, and node -1 with the root
-        width        2          1        the most children of one of them
-        children     1, 2       3        all their children, a slice of the nodes
-        proposals    [0, 1]     [0]      which of the parents x width proposals become those children"""
+        parents     [0]         [1]       its nodes with children, (parents,)
+        fed         [-1, 0]     [1]       what the draft is fed: those, and node -1 with the root
+        width       2           1         the most children of one of them
+        children    [1, 2]      [3]       all their children, the next level, (children,)
+        rows        [0, 0]      [0]       each child's parent, by its place among the parents
+        ranks       [0, 1]      [0]       and its rank: which of the parents x width proposals it is"""
     parents: Tensor
     fed: Tensor
     width: int
-    children: slice
-    proposals: Tensor
+    children: Tensor
+    rows: Tensor
+    ranks: Tensor
 
 
 class Layout:
     """A tree as index tensors: all that the tree alone decides."""
 
-    def __init__(self, tree: Tree, device):
+    def __init__(self, tree, device):
         tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
         self.tree = tree
-        self.nodes = tensor(range(tree.size))
         self.parent = tensor(tree.parents)
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
+        self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
         self.mask = nn.functional.pad(tree.mask, (0, 1, 0, 1)).to(device)       # (size + 1, size + 1)
         self.levels = []
-        for depth in range(tree.depth - 1):
-            parents = [i for i in self.nodes.tolist() if tree.depths[i] == depth and tree.children[i]]
-            width = max(len(tree.children[i]) for i in parents)
-            proposals = []
-            for row, i in enumerate(parents):
-                proposals += range(row * width, row * width + len(tree.children[i]))
-            children = slice(tree.children[parents[0]][0], tree.children[parents[-1]][-1] + 1)
-            fed = parents if depth else [-1, 0]
-            self.levels.append(Level(tensor(parents), tensor(fed), width, children, tensor(proposals)))
-        most = max(1, max(map(len, tree.children)))
-        self.children = tensor([[*c, *[-1] * (most - len(c))] for c in tree.children])  # (size, ranks)
-        # Where the walk goes on to, by rank. Rank -1, the last column, is the node itself.
-        self.onward = torch.cat([self.children, self.nodes[:, None]], dim=1)            # (size, ranks + 1)
+        for depth in range(1, tree.depth):
+            children = [node for node in range(tree.size) if tree.depths[node] == depth]
+            parents = sorted({tree.parents[child] for child in children})
+            rows = [parents.index(tree.parents[child]) for child in children]
+            ranks = [tree.ranks[child] for child in children]
+            fed = [-1, 0] if depth == 1 else parents
+            self.levels.append(Level(tensor(parents), tensor(fed), max(ranks) + 1, tensor(children),
+                                     tensor(rows), tensor(ranks)))
+        # Each node's children, -1 where there are no more.
+        self.children = tensor([[-1] * max(1, max(tree.ranks) + 1)] * tree.size)        # (size, ranks)
+        self.children[self.parent[1:], tree.ranks[1:]] = self.nodes[1:]
         # From the root to each node, which is repeated to fill its row.
         paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
         self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
-        # Below a node all its paths begin as its own: with the end marked they come before it.
-        ends = [(*path, math.inf) for path in [(), *tree.paths()]]
+        # Paths below a node begin as its own does. With its end marked they come before it.
+        ends = [(*path, tree.size) for path in [(), *tree.paths()]]
         self.leaves_first = tensor(sorted(range(tree.size), key=ends.__getitem__))
-
-
-class Placement(NamedTuple):
-    """A tree behind a text, in a cache of which the first slots are visible."""
-    slots: Tensor            # (size + 1,) where its entries go
-    positions: Tensor        # (size + 1,)
-    seen: Tensor             # (size + 1, visible) bool, the mask drawn above
-    distance: Tensor         # (size + 1, visible) by how many positions a slot's token comes before the node
-
-
-def place(layout: Layout, base: Tensor, visible: int) -> Placement:
-    """Places a tree at a base, (1,)."""
-    slots = torch.arange(visible, device=base.device)
-    positions = base + layout.depth
-    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last column,
-    # that of node -1, which is empty: as a part of the text it is seen for its slot.
-    node = (slots - base).clamp(-1, layout.tree.size)
-    text = slots < base
-    seen = text | layout.mask[:, node]
-    distance = positions[:, None] - torch.where(text, slots, positions[node])
-    return Placement(base + layout.offset, positions, seen, distance)
 
 
 class TreeLayer(StaticLayer):
@@ -738,135 +714,136 @@ class TreeLayer(StaticLayer):
         return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
 
 
-class CachedModel:
-    """A transformers model with a KV cache that grows, fed with a prompt, then with nodes of trees."""
+class CachedModel(nn.Module):
+    """A transformers model with a KV cache that grows, fed with a text, then with nodes of trees."""
 
     def __init__(self, model):
-        config = model.config.get_text_config(decoder=True)
+        super().__init__()
         self.model = model
         self.windows = attention_windows(model)
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.layers = [TreeLayer(max_cache_len=0) for _ in range(config.num_hidden_layers)]
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.layers = [TreeLayer(max_cache_len=0) for _ in range(count)]
         self.cache = Cache(layers=self.layers)
-        self.shapes = []
-        self.buffers = {}
-        self.entries = ()
+        # By the shape of entries, (heads, head_dim): all of this shape, (entries, heads, capacity, head_dim),
+        # so that one operation moves them.
+        self.stores = {}
+        # Each layer's keys and values, views of the stores.
+        self.entries = []
 
-    def feed(self, prompt: Tensor, capacity: int, keep: int = 1) -> Tensor:
-        """Feeds a prompt, (length,), with transformers' own masks and cache, and makes room for `capacity`
+    def feed(self, text, capacity, keep=1):
+        """Feeds a text, (length,), with transformers' own masks and cache, and makes room for `capacity`
         tokens. The logits after each of its last `keep` tokens, (keep, V)."""
         prefill = DynamicCache()
         last = {"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}
-        output = self.model(input_ids=self.known(prompt), past_key_values=prefill, use_cache=True, **last)
-        prompt_entries = []
+        output = self.model(input_ids=self.known(text), past_key_values=prefill, use_cache=True, **last)
+        fed = []
         for layer in prefill.layers:
-            prompt_entries += [layer.keys, layer.values]
-        if not self.shapes:
-            self.shapes = [entry.shape[1::2] for entry in prompt_entries]               # (heads, head_dim) each
-            self.buffers = {shape: prompt_entries[0].new_zeros(self.shapes.count(shape), shape[0], 0, shape[1])
-                            for shape in self.shapes}
+            fed += [layer.keys, layer.values]
+        self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
+        for heads, width in self.shapes:
+            empty = fed[0].new_zeros(self.shapes.count((heads, width)), heads, 0, width)
+            self.stores.setdefault((heads, width), empty)
         self.reserve(capacity)
-        for ours, theirs in zip(self.entries, prompt_entries):
-            ours[:, :, : len(prompt)] = theirs
+        for ours, theirs in zip(self.entries, fed):
+            ours[:, :, : len(text)] = theirs
             # A NaN that an earlier text left would show through any mask.
-            ours[:, :, len(prompt) :] = 0
+            ours[:, :, len(text) :] = 0
         return output.logits[0, -keep:]
 
-    def reserve(self, capacity: int):
-        """Makes room for so many tokens, and keeps what is there. Entries of one shape share a buffer,
-        (entries, heads, capacity, head_dim), so that one operation moves them all."""
+    def reserve(self, capacity):
+        """Makes room for so many tokens, and keeps what is there."""
         views = {}
-        for shape, buffer in self.buffers.items():
-            more = max(0, capacity - buffer.shape[2])
-            self.buffers[shape] = nn.functional.pad(buffer, (0, 0, 0, more)) if more else buffer
-            views[shape] = iter(self.buffers[shape].split(1))
-        self.entries = tuple(next(views[shape]) for shape in self.shapes)
+        for shape, store in self.stores.items():
+            self.stores[shape] = nn.functional.pad(store, (0, 0, 0, capacity - store.shape[2]))
+            views[shape] = iter(self.stores[shape].split(1))
+        if views:
+            self.entries = [next(views[shape]) for shape in self.shapes]
 
-    def known(self, tokens: Tensor) -> Tensor:
+    def known(self, tokens):
         """Tokens, (n,), as the model takes them, (1, n). A child that does not exist is -1, and a draft's
         vocabulary may be padded to a shorter length than its target's."""
         return tokens.clamp(0, self.vocabulary - 1)[None]
 
-    def take(self, placement: Placement):
-        """Takes its place: makes an additive mask for each window, (1, 1, size + 1, visible)."""
-        self.slots = placement.slots
-        # Nodes beyond the context have no position of their own. None of them can become text.
-        self.positions = placement.positions.clamp(max=self.context - 1)
+    def place(self, layout, base, visible):
+        """Places a tree at a base, (1,), in a cache of which the first slots are visible: its slots and
+        positions, (size + 1,), and for each window an additive mask, (1, 1, size + 1, visible)."""
+        slots = torch.arange(visible, device=base.device)
+        positions = base + layout.depth
+        # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last
+        # column, that of node -1, which is empty: node -1 is seen as a part of the text.
+        node = (slots - base).clamp(-1, layout.tree.size)
+        text = slots < base
+        seen = text | layout.mask[:, node]
+        distance = positions[:, None] - torch.where(text, slots, positions[node])
         zero = self.entries[0].new_zeros(())
         self.masks = []
         for window in self.windows.values():
-            seen = placement.seen & (placement.distance < window) if window else placement.seen
-            self.masks.append(torch.where(seen, zero, -torch.inf)[None, None])
+            near = seen & (distance < window) if window else seen
+            self.masks.append(torch.where(near, zero, RULED_OUT)[None, None])
+        self.slots = base + layout.offset
+        # Nodes beyond the context have no position of their own. None of them can become text.
+        self.positions = positions.clamp(max=self.context - 1)
 
-    def score(self, tokens: Tensor, nodes: Tensor) -> Tensor:
+    def score(self, tokens, nodes):
         """One pass over some nodes: the tree's tokens (size + 1,), which (nodes,) -> logits (nodes, V)."""
-        forward = getattr(self.model, "recorded", self.forward)
-        return forward(*self.inputs(tokens, nodes))
+        return getattr(self.model, "recorded", self.forward)(*self.inputs(tokens, nodes))
 
     def inputs(self, tokens, nodes):
         masks = [mask[:, :, nodes] for mask in self.masks]
-        return self.known(tokens[nodes]), self.positions[None, nodes], self.slots[nodes], *masks, *self.entries
+        ids = self.known(tokens[nodes])
+        return ids, self.positions[None, nodes], self.slots[nodes], *masks, *self.entries
 
-    def forward(self, tokens, positions, slots, *masks_and_entries):
+    def forward(self, ids, positions, slots, *masks_and_entries):
         """The pass as a function of tensors alone, so that it can be recorded."""
         masks = masks_and_entries[: len(self.windows)]
-        entries = masks_and_entries[len(self.windows) :]
-        for layer, keys, values in zip(self.layers, entries[::2], entries[1::2]):
-            layer.keys = keys
-            layer.values = values
+        entries = iter(masks_and_entries[len(self.windows) :])
+        for layer in self.layers:
+            layer.keys = next(entries)
+            layer.values = next(entries)
             layer.slots = slots
             layer.visible = masks[0].shape[-1]
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
+        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True).logits[0]
 
-    def move(self, source: Tensor, destination: Tensor):
+    def move(self, source, destination):
         """Moves the entries of some slots, (slots,) each, in every layer."""
-        for buffer in self.buffers.values():
-            buffer.index_copy_(2, destination, buffer.index_select(2, source))
+        for store in self.stores.values():
+            store.index_copy_(2, destination, store.index_select(2, source))
 
 
-def _refuse(found, reason: str):
-    if found:
-        raise ValueError(reason)
-
-
-def attention_windows(model) -> dict[str, int | None]:
+def attention_windows(model):
     """Each kind of attention layer's sliding window, or None. Raises ValueError if no tree can be scored, as
     far as a configuration tells; the rest is told by `Decoder.probe`."""
     name = type(model).__name__
     _refuse(not isinstance(model, transformers.PreTrainedModel),
             f"needs a model as transformers loads it, not compiled and not its name; got {name}")
-    text = model.config.get_text_config(decoder=True)
-    kinds = dict.fromkeys(getattr(text, "layer_types", None) or ["sliding_attention"])
-    needed = {"position_ids", "past_key_values"} - inspect.signature(model.forward).parameters.keys()
-    attention = model.config._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["sliding_attention"])
+    needed = {"position_ids", "past_key_values"}
     # GPT-Neo's own mask counts slots, which shows less than bfloat16 rounds.
-    for found, reason in (
-            (model.config.is_encoder_decoder, "it has an encoder"),
-            (model._is_stateful or kinds.keys() - {"full_attention", "sliding_attention"},
-             "a layer has neither full nor sliding attention"),
-            (needed, f"its forward takes no {' and no '.join(sorted(needed))}"),
-            (getattr(text, "alibi", False), "ALiBi has no positions"),
-            (text.model_type == "gpt_neo", "its attention goes by slots"),
-            (attention not in ("sdpa", "eager"), f"its attention is {attention}, not 'sdpa' or 'eager'"),
-            (len(set(getattr(model, "hf_device_map", {}).values())) > 1, "it is on several devices"),
-            (model.device.type not in ("cpu", "cuda"), f"it is on {model.device}, not on a CPU or CUDA")):
-        _refuse(found, f"{name} cannot verify a tree: {reason}")
-    window = getattr(text, "sliding_window", None)
+    _refuse(model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
+            or kinds.keys() - {"full_attention", "sliding_attention"}
+            or needed - inspect.signature(model.forward).parameters.keys(),
+            f"{name} cannot verify a tree: it must be decoder-only, with full or sliding attention in every "
+            f"layer, by positions, and take position_ids and past_key_values")
+    places = {str(weight.device) for weight in model.parameters()}
+    _refuse(len(places) > 1 or model.device.type not in ("cpu", "cuda"),
+            f"{name} must be on one device, a CPU or CUDA, and is on {', '.join(sorted(places))}")
+    window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-def context_of(model) -> int:
+def context_of(model):
     """The most tokens that a model can be fed. Beyond its short length longrope turns all earlier keys, too,
     which transformers then computes anew and a tree cannot: the short length is the context."""
     config = model.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        context = rope["original_max_position_embeddings"]
-    return context
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 # --- 6  Decoding --------------------------------------------------------------------------------------------
@@ -880,27 +857,26 @@ class Step(NamedTuple):
     token: int               # the target's own token, which follows them
 
     @property
-    def tokens(self) -> list:
+    def tokens(self):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that rule tokens out by the scores alone. What they cut from a draft's scores is not ruled out but
-# lies this far below: a token outside the draft's nucleus can be in the target's.
+# Processors that rule tokens out by the scores alone. What they cut from a draft is not ruled out but lies so
+# far below the rest: a token outside the draft's nucleus can be in the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
-# All others may read the text, and are called node by node, which no CUDA graph can hold.
+# All other processors may read the text. They are called node by node, which no CUDA graph can hold.
 TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 # Processors that count on one call a token.
 WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# What `generate` is told for another way of decoding; and what it hands over that changes no text, or is
-# checked by itself.
+# What tells `generate` to decode in another way, or to return more than the text.
 UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers", "force_words_ids",
           "output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "streamer", "use_mtp")
-HARMLESS = ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids",
-            "use_cache")
+# Arguments of a model that change no text.
+HARMLESS = ("attention_mask", "input_ids", "logits_to_keep", "use_cache")
 # How many of a prompt's tokens are scored again to see whether a model is fit for trees.
 PROBED = 6
 
@@ -921,30 +897,29 @@ class Decoder:
                  cuda_graph=True):
         if draft is None and tree == "auto":
             tree = Tree([-1])
-        shape = isinstance(tree, tuple) and len(tree) == 2
-        _refuse(tree != "auto" and not isinstance(tree, Tree) and not shape,
+        _refuse(tree != "auto" and not isinstance(tree, Tree | tuple),
                 f"tree must be a Tree, (size, depth) or 'auto', got {tree!r}")
         _refuse(draft is None and tree != Tree([-1]), "a tree that is more than its root needs a draft")
         _refuse(method not in METHODS and not isinstance(method, Method),
                 f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.given_method = METHODS.get(method, method)
         self.tree = tree
-        self.models = [target] if tree == Tree([-1]) else [target, draft]
-        self.target, *self.draft = map(CachedModel, self.models)
+        self.target = CachedModel(target)
+        self.draft = None if tree == Tree([-1]) else CachedModel(draft)
+        self.models = [model for model in (self.target, self.draft) if model]
         self.generator = generator
-        self.on_step = on_step
+        self.on_step = on_step or (lambda step: None)
         self.device = target.device
         # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
-        hosted = self.sharded or any(hasattr(model, "offloaded") for model in self.models)
+        hosted = self.sharded or any(hasattr(one.model, "offloaded") for one in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
         self.capacity = 0
         self.sampling = None
         self.layout = None
         self.probed = False
         self.in_use = threading.Lock()
-        self.base = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.seed = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.base, self.seed = torch.zeros(2, 1, dtype=torch.long, device=self.device)
         # The root's token and node -1's.
         self.tokens = torch.zeros(2, dtype=torch.long, device=self.device)
 
@@ -960,137 +935,122 @@ class Decoder:
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
-            input_ids = input_ids.to(self.device)
-            self.check(model, input_ids, logits_processor, generation_config, arguments)
-            self.prepare(logits_processor, generation_config)
-            put = streamer.put if streamer else lambda ids: None
-            put(input_ids.cpu())
+            ids = input_ids.to(self.device)
             mask = arguments.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask.to(self.device).long()
+            self.check(model, ids, mask, logits_processor, generation_config, arguments)
+            self.prepare(logits_processor, generation_config)
+            if streamer:
+                streamer.put(ids.cpu())
             rows = []
-            for row, ids in enumerate(input_ids):
-                prompt = ids if mask is None else ids[mask[row].to(self.device).bool()]
-                self.row = row
-                self.rows = len(input_ids)
-                self.processors = [of_row(processor, row) for processor in logits_processor]
-                for token in self.tokens_after(prompt, ids[None]):
+            for self.row, text in enumerate(ids):
+                self.rows = len(ids)
+                self.processors = [of_row(processor, self.row) for processor in logits_processor]
+                for token in self.tokens_after(text, padding=int((mask[self.row] == 0).sum())):
                     _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
-                    ids = torch.cat([ids, ids.new_tensor([token])])
-                    put(ids[-1:].cpu())
-                    if stopping_criteria(ids[None], None).all():
+                    text = torch.cat([text, text.new_tensor([token])])
+                    if streamer:
+                        streamer.put(text[-1:].cpu())
+                    if stopping_criteria(text[None], None).all():
                         break
-                rows.append(ids)
+                rows.append(text)
             if streamer:
                 streamer.end()
         finally:
             self.in_use.release()
         # An ordinary tensor, which may be changed.
         with torch.inference_mode(False):
-            padding = generation_config._pad_token_tensor
-            ids = nn.utils.rnn.pad_sequence(rows, True, 0 if padding is None else int(padding))
-        return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
+            pad = generation_config._pad_token_tensor
+            out = nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else int(pad))
+        return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
 
-    def check(self, model, input_ids, processors, config, arguments):
+    def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        given = vars(config) | arguments_of_generate()
-        unable = [name for name in UNABLE if given.get(name)]
-        unable += [name for name in arguments if name not in HARMLESS and arguments[name] is not None]
+        given = arguments_of_generate()
+        settings = vars(config) | given
+        unable = [name for name in UNABLE if settings.get(name)]
+        unable += [name for name in given.get("kwargs", ()) if name in arguments and name not in HARMLESS]
         if (config.num_beams or 1) > 1:
             unable.append("num_beams")
-        past = arguments.get("past_key_values")
-        if past is not None and (type(past) not in (DynamicCache, StaticCache) or past.get_seq_length() > 0):
-            unable.append("past_key_values, filled or quantized")
-        if len(self.models) > 1 or len(input_ids) > 1:
+        if config.cache_implementation == "quantized":
+            unable.append("a quantized cache")
+        if self.draft or len(ids) > 1:
             unable += [type(one).__name__ for one in processors if isinstance(one, WITH_MEMORY)]
         _refuse(unable, f"unable to do {', '.join(unable)}")
-        _refuse(model is not self.models[0], "this Decoder was made for another target")
-        _refuse(input_ids.shape[1] == 0, "the prompt is empty")
-        context = self.target.context
-        _refuse(config.max_length > context + 1,
-                f"{type(model).__name__} takes texts of up to {context} tokens; got {input_ids.shape[1]} and "
-                f"new ones, {config.max_length} in all")
-        _refuse(not 0 <= input_ids.min() <= input_ids.max() < self.target.vocabulary,
-                f"token ids must be from 0 to {self.target.vocabulary - 1}, got up to {input_ids.max()}")
-        mask = arguments.get("attention_mask")
-        own = torch.arange(input_ids.shape[1], device=self.device)[None]
-        if mask is not None:
-            mask = mask.to(self.device).long()
-            _refuse(mask.shape != input_ids.shape or not mask[:, -1].all() or (mask.diff(dim=1) < 0).any(),
-                    "a row of the attention_mask must be zeros, then ones: padding stands on the left")
-            own = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        positions = arguments.get("position_ids")
-        _refuse(positions is not None and (positions.ndim != 2 or (positions.to(self.device) != own).any()),
-                "position_ids must be the tokens' own, from 0 on")
+        _refuse(model is not self.target.model, "this Decoder was made for another target")
+        _refuse(ids.shape[1] == 0, "the prompt is empty")
+        _refuse(config.max_length > self.target.context + 1,
+                f"{type(model).__name__} takes texts of up to {self.target.context} tokens; the prompt has "
+                f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
+        _refuse(not 0 <= ids.min() <= ids.max() < self.target.vocabulary,
+                f"token ids must be from 0 to {self.target.vocabulary - 1}, got {ids.min()} to {ids.max()}")
+        _refuse(mask.shape != ids.shape or not mask[:, -1].all() or (mask.diff(dim=1) < 0).any(),
+                "a row of the attention_mask must be zeros, then ones: padding stands on the left")
 
     def prepare(self, processors, config):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
         self.limit = config.max_length
-        self.greedy = not config.do_sample
-        self.method = GREEDY if self.greedy else self.given_method
+        self.method = self.given_method if config.do_sample else GREEDY
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         self.static = self.cuda_graph and not self.reads_text
-        settings = [vars(one) for one in processors if type(one) in TEXT_FREE]
-        sampling = (self.greedy, self.reads_text, settings)
+        sampling = [vars(one) for one in processors if type(one) in TEXT_FREE]
+        sampling += [self.method, self.static, self.reads_text]
         if sampling != self.sampling:
             self.sampling = sampling
             self.layout = None
             self.planner = Planner(self.tree, self.target.vocabulary, warm_up=3 if self.static else 1)
 
-    def tokens_after(self, prompt, history):
-        """The text's tokens, one at a time, for as long as they are wanted. prompt: (length,), as the models
-        see it; history: (1, any length), as the processors see it, padding included."""
+    def tokens_after(self, text, padding):
+        """The tokens after a text, (length,), one at a time, for as long as they are wanted. The processors
+        see its padding, the first tokens, the models do not."""
+        # A tree that cannot be is refused before the first token.
         tree = self.planner.next_tree()
-        logits = self.begin(prompt, history)
+        logits = self.begin(text, padding)
         yield self.draw_root(logits[-1:])
         if not self.probed:
-            yield self.probe(prompt, logits)
-        # A draft does not go beyond its context.
+            yield self.probe(logits)
         while True:
-            beyond = self.draft and self.length >= self.draft[0].context
+            beyond = self.draft and self.length >= self.draft.context
             self.use(Tree([-1]) if beyond else tree)
             begun = time.perf_counter()
             step = self.step()
-            self.planner.learn(step, self.agreed(time.perf_counter() - begun))
+            seconds = [time.perf_counter() - begun]
+            if self.sharded:
+                # All ranks plan by rank 0's clock.
+                torch.distributed.broadcast_object_list(seconds, src=0)
+            self.planner.learn(step, *seconds)
             tree = self.planner.next_tree()
             self.on_step(step)
             yield from step.tokens
 
-    def agreed(self, seconds: float) -> float:
-        """Of torchrun's ranks all plan by rank 0's clock, so that they plan the same."""
-        if self.sharded:
-            shared = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-            torch.distributed.broadcast(shared, src=0)
-            seconds = shared.item()
-        return seconds
-
-    def begin(self, prompt, history) -> Tensor:
-        """Feeds a prompt. The target's logits after each of its last tokens, (up to PROBED, V)."""
+    def begin(self, text, padding):
+        """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
         if self.given_method.shared_noise:
             self.seed.random_(generator=self.generator)
-        self.history = history
-        self.length = len(prompt)
+        self.text = text[None]
+        self.padding = padding
+        self.length = len(text) - padding
         self.base.fill_(self.length)
+        # How much of the text the draft has seen.
+        self.drafted = 0
         self.reserve(self.length)
-        logits = self.target.feed(prompt, self.capacity, keep=min(PROBED, len(prompt)))
-        for draft in self.draft:
-            if len(prompt) <= draft.context:
-                draft.feed(prompt, self.capacity)
+        logits = self.target.feed(text[padding:], self.capacity, keep=min(PROBED, self.length))
         self.vocabulary = logits.shape[1]
         if self.layout is None:
             self.use(Tree([-1]))
-        self.tokens[-1] = prompt[-1]
+        self.tokens[-1] = text[-1]
         return logits
 
-    def reserve(self, length: int):
+    def reserve(self, length):
         """Makes room for so many tokens. Caches double, up to what the text can need; a graph that was
         recorded with smaller ones is given up."""
         if length > self.capacity:
-            most = self.limit + LARGEST
-            self.capacity = -(-max(length, min(2 * self.capacity, most), 192) // 64) * 64
-            for model in (self.target, *self.draft):
+            self.capacity = -(-max(length, min(2 * self.capacity, self.limit), 192) // 64) * 64
+            for model in self.models:
                 model.reserve(self.capacity)
             self.graph = None
 
-    def draw_root(self, logits) -> int:
+    def draw_root(self, logits):
         """Draws the token after the text, of logits (1, V): the root of the next tree."""
         if self.method.shared_noise:
             self.noise = shared_noise(self.seed, self.base, self.vocabulary)
@@ -1098,52 +1058,59 @@ class Decoder:
         self.tokens[:1] = self.method.draw(scores, 1, self.generator)[:, 0]
         return int(self.tokens[0])
 
-    def probe(self, prompt, logits) -> int:
+    def probe(self, logits):
         """A plain step that shows whether the target can be trusted with trees, once for a Decoder.
 
         A model that masks by slot, or numbers positions its own way, would give another text without a word,
-        and no list of names is complete. So the prompt's last tokens are scored again, as a tree, each beside
-        a decoy, in a cache with slots to spare: they must score as in the prompt's own pass (logits, (known,
-        V)), but for rounding. The new root, at the end, is scored for the first time, so the step yields a
-        token as any other. Raises ValueError where the scores differ."""
+        and no list of names is complete. So the prompt's last tokens are scored again, as the first of two
+        sequences, beside decoys, in a cache with slots to spare. They must score as in the prompt's own pass
+        (logits, (known, V)), but for rounding. The new root, at the end, is scored for the first time, so the
+        step yields a token as any other. Raises ValueError where the scores differ."""
         known = len(logits)
         self.probed = known == PROBED
-        #     0─┬─1─┬─3─┬─5 ..     0, 1, 3, 5, ..: the prompt's last tokens, then the root
-        #       │   │   └─6
-        #       │   └─4            2, 4, 6, ..: decoys, the token before
-        #       └─2
-        spine = [0, *range(1, 2 * known, 2)]
-        layout = Layout(Tree([-1, *np.repeat(spine[:-1], 2)]), self.device)
-        text = torch.cat([prompt[-known:], self.tokens[:1]])                            # (known + 1,)
-        pairs = torch.stack([text[1:], text[:-1]], dim=1)
-        self.reserve(self.length + layout.tree.size + 1)
+        tokens = torch.cat([self.text[0, -known:], self.tokens[:1]])                    # (known + 1,)
+        # Side by side on every level: a token, and as its decoy the one before.
+        pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
+        layout = Layout(sequences(2, known), self.device)
+        first = layout.paths[-2]
         start = self.base - known
-        self.target.take(place(layout, start, self.capacity))
-        scored = self.target.score(torch.cat([text[:1], pairs.flatten()]), layout.nodes)[spine]
+        self.reserve(self.length + layout.tree.size)
+        self.target.place(layout, start, self.capacity)
+        scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[first]
         difference = (scored[:-1] - logits).float().norm() / logits.float().norm()
         _refuse(difference > torch.finfo(logits.dtype).eps ** 0.5,
-                f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.0%}")
-        self.target.move(start + layout.nodes[spine], start + layout.nodes[: known + 1])
-        self.history = torch.cat([self.history, self.tokens[None, :1]], dim=1)
+                f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
+        self.target.move(start + first, start + layout.nodes[: known + 1])
         self.tokens[-1] = self.tokens[0]
-        self.length += 1
+        self.extend(self.tokens[:1])
         self.base += 1
         return self.draw_root(scored[-1:])
 
-    def use(self, tree: Tree):
-        """Takes a tree for the steps to come, and makes room for one."""
-        self.reserve(self.length + tree.size + 1)
+    def extend(self, tokens):
+        """The text has grown by some tokens, (n,)."""
+        self.text = torch.cat([self.text, tokens[None]], dim=1)
+        self.length += len(tokens)
+
+    def use(self, tree):
+        """Takes a tree for the steps to come, and makes all ready for one."""
+        self.reserve(self.length + tree.size)
         if self.layout is None or tree != self.layout.tree:
+            layout = Layout(tree, self.device)
             tokens = self.tokens.new_full((tree.size + 1,), -1)
             tokens[0] = self.tokens[0]
             tokens[-1] = self.tokens[-1]
             self.tokens = tokens
             self.q = torch.zeros(tree.size, self.vocabulary, device=self.device)
-            self.layout = Layout(tree, self.device)
+            self.layout = layout
             self.graph = None
             self.steps = 0
+        # What plain steps have added the draft has not seen, but for node -1.
+        if self.layout.levels:
+            if self.drafted < self.length - 1:
+                self.draft.feed(self.text[0, self.padding :], self.capacity)
+            self.drafted = self.length
 
-    def step(self) -> Step:
+    def step(self):
         """One step, as the host sees it."""
         self.steps += 1
         program = self.replay if self.static and self.steps > 2 else self.program
@@ -1151,35 +1118,33 @@ class Decoder:
         node, token, *tokens, _ = program().tolist()
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
         step = Step(self.layout.tree, tokens, path, token)
-        self.length += len(step.tokens)
-        if self.reads_text:
-            # The old root and the accepted nodes. The token after them is the new root.
-            text = self.tokens.new_tensor([tokens[:1] + step.tokens[:-1]])
-            self.history = torch.cat([self.history, text], dim=1)
+        # The old root and the accepted nodes. The token after them is the new root.
+        self.extend(self.tokens.new_tensor(tokens[:1] + step.tokens[:-1]))
+        if self.layout.levels:
+            self.drafted = self.length
         return step
 
-    def program(self) -> Tensor:
+    def program(self):
         """One step on the device: (size + 3,), the last accepted node, the token after it, all tokens.
 
         If `static`, its shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
         layout = self.layout
-        models = (self.target, *self.draft)
+        models = self.models if layout.levels else [self.target]
         # 1. The tree takes its place behind the text.
-        placement = place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
-        for model in models if layout.levels else models[:1]:
-            model.take(placement)
+        for model in models:
+            model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
         if self.method.shared_noise:
             positions = self.base + torch.arange(layout.tree.depth + 1, device=self.device)
             self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth + 1, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
-            logits = self.draft[0].score(self.tokens, level.fed)[-len(level.parents) :]
+            logits = self.draft.score(self.tokens, level.fed)[-len(level.parents) :]
             q = self.scores(logits, level.parents, draft=True)                          # (parents, V)
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             # Below a child that does not exist there is none either.
             proposals = torch.where(self.tokens[level.parents, None] >= 0, proposals, -1)
-            self.tokens[level.children] = proposals.take(level.proposals)
+            self.tokens[level.children] = proposals[level.rows, level.ranks]
         # 3. The target scores it in one pass.
         logits = self.target.score(self.tokens, layout.nodes)                           # (size, V)
         # 4. Verification finds the path to keep and the token after it.
@@ -1191,15 +1156,15 @@ class Decoder:
         report = torch.cat([node, token, self.tokens])
         # 5. The entries of the accepted nodes move up behind the text.
         path = layout.paths[node][0]                                                    # (depth,)
-        for model in models if layout.levels else models[:1]:
-            model.move(self.base + path, self.base + layout.offset[: len(path)])
+        for model in models:
+            model.move(self.base + path, self.base + layout.nodes[: len(path)])
         # 6. The last accepted node is the next node -1, the token the next root.
         self.tokens[-1:] = self.tokens[node]
         self.tokens[:1] = token
         self.base += layout.depth[node] + 1
         return report
 
-    def replay(self) -> Tensor:
+    def replay(self):
         """The third step with a tree is recorded as a CUDA graph, which is replayed ever after. Two have run
         before, and warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
         if self.graph is None:
@@ -1211,8 +1176,7 @@ class Decoder:
                     self.report = self.program()
             except RuntimeError as error:
                 warnings.warn(f"decoding goes on without a CUDA graph: {str(error).strip().splitlines()[0]}")
-                self.cuda_graph = False
-                self.static = False
+                self.cuda_graph = self.static = False
                 return self.program()
             self.graph = graph
         self.graph.replay()
@@ -1222,41 +1186,41 @@ class Decoder:
         """A model's scores after these nodes, an index of them, (nodes, V): float32, over the target's
         vocabulary, as the processors shape them. After node -1 comes the root."""
         scores = logits.float()
-        missing = self.vocabulary - logits.shape[1]
-        if missing:
-            scores = nn.functional.pad(scores, (0, missing), value=-torch.inf)
-        if not self.reads_text:
-            scores = self.process(self.history, scores, draft)
-        else:
+        if self.vocabulary > logits.shape[1]:
+            missing = self.vocabulary - logits.shape[1]
+            scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT)
+        if self.reads_text:
             # Each node has its own path, so they are asked about one by one.
-            one_by_one = zip(self.layout.offset[nodes].tolist(), scores.split(1))
-            scores = torch.cat([self.process_after(node, row, draft) for node, row in one_by_one])
+            nodes_and_scores = zip(self.layout.offset[nodes], scores.split(1))
+            scores = torch.cat([self.processed_after(node, row, draft) for node, row in nodes_and_scores])
+        else:
+            scores = self.processed(self.text, scores, draft)
         if self.method.shared_noise:
             scores = scores + self.noise[self.layout.depth[nodes] + 1]
         return scores
 
-    def process_after(self, node, scores, draft):
+    def processed_after(self, node, scores, draft):
         """The scores after one node, (1, V), processed with the text up to it."""
         path = self.layout.mask[node, :-1].nonzero()[:, 0]
-        text = torch.cat([self.history, self.tokens[None, path]], dim=1)
+        text = torch.cat([self.text, self.tokens[None, path]], dim=1)
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
         # Some processors know the rows of the batch that they were made for.
-        processed = self.process(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)
-        return processed[self.row : self.row + 1]
+        processed = self.processed(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)
+        return processed[self.row, None]
 
-    def process(self, text, scores, draft):
+    def processed(self, text, scores, draft):
         """Scores after a text, (rows, length), as the processors shape them, (rows, V)."""
         for processor in self.processors:
             shaped = processor(text, scores)
             if draft and type(processor) in CUTS:
-                shaped = torch.where(shaped > -torch.inf, shaped, scores - FAR_BELOW)
+                shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
             scores = shaped
         return scores
 
 
-def of_row(processor, row: int):
+def of_row(processor, row):
     """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
     if type(processor) is not PrefixConstrainedLogitsProcessor:
         return processor
@@ -1264,22 +1228,20 @@ def of_row(processor, row: int):
     return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
-def arguments_of_generate() -> dict:
+def arguments_of_generate():
     """Those of the `generate` that is running: it does not hand over all of them to a custom loop."""
     frame = inspect.currentframe()
-    while frame and not (frame.f_code.co_name == "generate" and "assistant_model" in frame.f_locals):
+    while frame and "assistant_model" not in frame.f_locals:
         frame = frame.f_back
     return dict(frame.f_locals) if frame else {}
 
 
-def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None,
-           draft=None, tree="auto", method="sequoia", generator=None, on_step=None, cuda_graph=True,
-           **arguments):
+def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
+           cuda_graph=True, **rest):
     """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
     draft, tree, method, generator, on_step, cuda_graph: a Decoder's. The rest is what `generate` prepares."""
     decoder = Decoder(model, draft, tree, method, generator, on_step, cuda_graph)
-    return decoder(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                   **arguments)
+    return decoder(model, input_ids, **rest)
 
 
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
@@ -1306,7 +1268,7 @@ class Plan(NamedTuple):
     speedup: float
 
 
-def plan(rates, latency: Latency) -> Plan:
+def plan(rates, latency):
     """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), up to 2%, over sizes up to
     the largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
@@ -1324,9 +1286,9 @@ def plan(rates, latency: Latency) -> Plan:
 
 
 @functools.cache
-def decent_tree(size: int, vocabulary: int) -> Tree:
+def decent_tree(size, ranks):
     """A tree to begin with, before anything was counted."""
-    return optimal_tree(PRIOR[: min(size, vocabulary)], size, size.bit_length())
+    return optimal_tree(PRIOR[:ranks], size, size.bit_length())
 
 
 class Planner:
@@ -1335,32 +1297,30 @@ class Planner:
     shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". warm_up: how many steps
     with a tree are not timed. plan: the Plan in use, None before the first."""
 
-    def __init__(self, shape, vocabulary: int, warm_up: int):
+    def __init__(self, shape, vocabulary, warm_up):
         self.shape = shape
         self.vocabulary = vocabulary
         self.warm_up = warm_up
+        self.prior = PRIOR[:vocabulary]
         self.steps = 0
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
-        ranks = min(len(PRIOR), vocabulary)
-        self.tried = np.zeros((4, ranks))
-        self.accepted = np.zeros((4, ranks))
+        self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
         self.measure_anew()
 
     def measure_anew(self):
-        self.visits = {}         # by tree: how many steps were made with it
-        self.seconds = {}        # by tree: the times of its last steps
+        self.seconds = {}        # by tree: the times of the steps with it
         self.measured = False
         self.due = 0             # the number of steps from which on it plans again
 
-    def next_tree(self) -> Tree:
+    def next_tree(self):
         """The tree for the next step."""
         if isinstance(self.shape, Tree):
             return self.shape
         if self.shape == "auto" and not self.measured:
-            tree = self.next_to_time()
-            if tree:
-                return tree
+            for tree in self.schedule():
+                if len(self.seconds.get(tree, ())) < self.warm_up + 2:
+                    return tree
             self.measured = True
         # Planned again when as much again has been seen.
         if self.steps >= self.due:
@@ -1372,32 +1332,32 @@ class Planner:
                 self.tree = optimal_tree(self.rates(), *self.shape)
         return self.tree
 
-    def next_to_time(self) -> Tree | None:
-        """The next tree to be timed, None when enough is known. Each is used for two steps, after those that
-        warm up. A star and a chain of five children are trees of one size, and tell what a draft pass takes.
-        Sizes then double until t(n) is 2.5 t(1): beyond that, time grows faster than tokens."""
-        def unknown(tree):
-            return self.visits.get(tree, 0) < self.warm_up + 2
-
+    def schedule(self):
+        """The trees to be timed, each for two steps after those that warm up. A star and a chain of five
+        children are trees of one size, and tell what a draft pass takes. Sizes then double until t(n) is
+        2.5 t(1): beyond that, time grows faster than tokens."""
         # A decent tree comes first, as the text is on its way.
-        for tree in (decent_tree(8, self.vocabulary), Tree([-1]), chain(5), decent_tree(16, self.vocabulary),
-                     sequences(min(5, self.vocabulary), 1), decent_tree(4, self.vocabulary)):
-            if unknown(tree):
-                return tree
+        for tree in (self.decent(8), Tree([-1]), chain(5), self.decent(16), self.star(), self.decent(4)):
+            yield tree
         size = 16
-        latency = self.latency()
-        while size < LARGEST and latency.of_step(size, 1) < 2.5 * latency.t[0]:
+        while size < LARGEST and np.interp(size, *self.latency()[:2]) < 2.5 * self.latency().t[0]:
             size *= 2
-            tree = decent_tree(size, self.vocabulary)
-            if unknown(tree):
-                return tree
-        return None
+            yield self.decent(size)
 
-    def latency(self) -> Latency:
+    def star(self):
+        return sequences(min(5, self.vocabulary), 1)
+
+    def decent(self, size):
+        """A tree of some size, before anything was counted."""
+        return decent_tree(size, min(size, self.vocabulary))
+
+    def latency(self):
         """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
-        step = {tree: statistics.median_low(times) for tree, times in self.seconds.items()}
-        star = sequences(min(5, self.vocabulary), 1)
-        c = max(0.0, (step[chain(5)] - step[star]) / 4)
+        step = {}
+        for tree, times in self.seconds.items():
+            if len(times) > self.warm_up:
+                step[tree] = statistics.median_low(times[self.warm_up :][-32:])
+        c = max(0.0, (step[chain(5)] - step[self.star()]) / 4)
         t = {}
         for tree, seconds in step.items():
             # No more than nine tenths can have been draft passes, whatever the noise.
@@ -1408,34 +1368,33 @@ class Planner:
         least = np.minimum.accumulate([t[n] for n in reversed(sizes)])[::-1]
         return Latency(sizes, least.tolist(), c)
 
-    def learn(self, step: Step, seconds: float):
+    def learn(self, step, seconds):
         """Takes in what a step has shown: how long it took, and which children a walk to its end tried."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
             row = min(level, len(self.tried) - 1)
-            for rank, child in enumerate(step.tree.children[node][: self.tried.shape[1]]):
+            for rank, child in enumerate(step.tree.children[node][: len(self.prior)]):
                 if step.node_tokens[child] < 0:
                     break
                 self.tried[row, rank] += 1
                 if child in path:
                     self.accepted[row, rank] += 1
                     break
-        self.visits[step.tree] = self.visits.get(step.tree, 0) + 1
-        if self.visits[step.tree] > self.warm_up:
-            times = self.seconds.get(step.tree, []) + [seconds]
-            self.seconds[step.tree] = times[-64:]
-            # A machine that slows down by half in mid-text, or recovers, is measured anew.
-            if len(times) >= 16 and self.measured:
-                change = statistics.median_low(times[-8:]) / statistics.median_low(times[:8])
-                if not 1 / 1.4 < change < 1.4:
-                    self.measure_anew()
+        times = self.seconds.setdefault(step.tree, [])
+        times.append(seconds)
+        del times[self.warm_up : -64]
+        timed = times[self.warm_up :]
+        # A machine that slows down by half in mid-text, or recovers, is measured anew.
+        if self.measured and len(timed) >= 16:
+            change = statistics.median_low(timed[-8:]) / statistics.median_low(timed[:8])
+            if not 1 / 1.4 < change < 1.4:
+                self.measure_anew()
 
-    def rates(self, weight: float = 8.0) -> np.ndarray:
+    def rates(self, weight=8.0):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like `weight` tries."""
-        prior = PRIOR[: self.tried.shape[1]]
-        when_tried = prior / (1 - np.concatenate([[0], prior.cumsum()[:-1]]))
+        when_tried = self.prior / (1 - np.concatenate([[0], self.prior.cumsum()[:-1]]))
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
             when_tried = (accepted + weight * when_tried) / (tried + weight)
@@ -1446,7 +1405,7 @@ class Planner:
 # --- 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
 
 
-def packable_dtypes() -> tuple:
+def packable_dtypes():
     """The dtypes whose products oneDNN, the CPU's matrix library, can pack here. Its operators are private to
     torch, so some builds have none."""
     operators = getattr(torch.ops, "mkldnn", None)
@@ -1456,82 +1415,62 @@ def packable_dtypes() -> tuple:
     return (torch.float32, torch.bfloat16) if operators._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
-def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None):
+def packed_product(x, weight, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is laid out for oneDNN, and for passes over about `rows` tokens."""
-
-    def __init__(self, linear, rows: int):
-        super().__init__()
-        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows))
-        self.bias = linear.bias
-        # A trace cannot take the empty list in the product, a script can.
-        self.product = torch.jit.script(packed_product)
-
-    def forward(self, x):
-        return self.product(x, self.weight, self.bias)
-
-
-class Pass(nn.Module):
-    """A CachedModel's pass as a module, which can be traced."""
-
-    def __init__(self, cached: CachedModel):
-        super().__init__()
-        self.model = cached.model
-        self.cached = cached
-
-    def forward(self, *inputs):
-        return self.cached.forward(*inputs)
+def pack_linear(layer, rows):
+    """Lays out a linear layer's weight for passes over about `rows` tokens."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, rows)
+    # A trace cannot take the empty list in the product, a script can.
+    product = torch.jit.script(packed_product)
+    # Its own weight takes no more memory.
+    del layer.weight
+    layer.register_buffer("weight", packed)
+    layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
 
 @torch.no_grad()
-def pack(model, rows: int = 16):
+def pack(model, rows=16):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
     its pass, about half the time of a small model's. Its numbers change by rounding.
 
     It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
 
-    A recording is a TorchScript trace: the model runs once, the operators that it calls are written down with
+    A recording is a TorchScript trace: the model runs once, the operators that it calls are written down in
     their order, and later only those run, without the model's Python. What Python decided in that one run is
     decided for ever: mixtures of experts take other experts for other tokens, some rotary embeddings other
     angles for far positions. So the recording is compared with the packed model on other inputs, bit for bit,
     and given up where they differ; and the packed model with the one that came, within rounding."""
-    attention_windows(model)
-    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
-    done = {"recorded", "offloaded"} & vars(model).keys()
-    if done or not on_cpu or model.dtype not in packable_dtypes():
+    if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
         return model
-    model.requires_grad_(False)
-    small = CachedModel(model)
+    small = CachedModel(model.requires_grad_(False))
+    if model.dtype not in packable_dtypes():
+        return model
     small.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
-    tokens = torch.arange(layout.tree.size + 1) + 7
     far = min(small.context, 10**6) - 24
     examples = []
     for base, nodes, ahead in ((4, 3, 0), (4, 15, 0), (5, 7, 0), (14, 2, 0), (16, 4, 0), (4, 3, far)):
-        small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
+        small.place(layout, torch.tensor([base]), base + layout.tree.size)
         small.positions = small.positions + ahead
-        examples.append(small.inputs(tokens, layout.nodes[:nodes]))
+        examples.append(small.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
 
     def outputs(forward):
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(small.forward))
-    for parent in list(model.modules()):
-        for name, layer in parent.named_children():
-            if type(layer) is nn.Linear:
-                setattr(parent, name, PackedLinear(layer, rows))
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            pack_linear(layer, rows)
     packed = outputs(small.forward)
-    if (torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm():
-        raise RuntimeError(f"oneDNN gives other numbers for {type(model).__name__}: load it anew, do not pack")
+    _refuse((torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
+            f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
     model.recorded = small.forward
     try:
         with warnings.catch_warnings(action="ignore"):
-            traced = torch.jit.trace(Pass(small).eval(), examples[0], check_trace=False)
-            frozen = torch.jit.freeze(traced)
+            frozen = torch.jit.freeze(torch.jit.trace(small.eval(), examples[0], check_trace=False))
 
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
@@ -1545,7 +1484,7 @@ def pack(model, rows: int = 16):
         pass
 
     def refuse(*_):
-        raise RuntimeError("a packed model cannot be saved or loaded: its weights are laid out for this machine")
+        raise RuntimeError("a packed model cannot be saved or loaded: its weights are laid out anew")
 
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)
@@ -1553,7 +1492,7 @@ def pack(model, rows: int = 16):
 
 
 @torch.no_grad()
-def offload(model, device, resident: int = 0):
+def offload(model, device, resident=0):
     """Moves a model to a device, in place, all but the weights of its decoder layers, for a target larger
     than the device. Those stay in host memory, pinned for a GPU. Two sets of buffers on the device take them
     in turns: while a layer is computed from one, the next is copied to the other. Such a model must not be
@@ -1572,8 +1511,9 @@ def offload(model, device, resident: int = 0):
     layers = lists[0][resident + (count - resident) % 2 :]
     weights = [list(layer.parameters()) for layer in layers]
     streaming = {id(weight) for layer in weights for weight in layer}
-    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False) if id(p) in streaming]
-    _refuse(len(uses) > len(streaming), f"{type(model).__name__} has layers that share weights")
+    uses = [id(weight) for _, weight in model.named_parameters(remove_duplicate=False)]
+    _refuse(sum(map(uses.count, streaming)) > len(streaming),
+            f"{type(model).__name__} has layers that share weights")
     stored = []
     buffers = {}
     held = {}
@@ -1659,18 +1599,12 @@ def arguments(argv=None):
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
     args = parser.parse_args(argv)
-    for name, least, most in (("max_new_tokens", 1, 2**31), ("temperature", 0, 100), ("top_k", 1, 2**31),
-                              ("top_p", 1e-9, 1), ("seed", 0, 1e18)):
-        value = getattr(args, name)
-        _refuse(value is not None and not least <= value <= most,
-                f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}")
-    _refuse(not re.fullmatch("cpu|cuda(:[0-9]+)?", args.device),
-            f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
+    _refuse(not 0 <= args.temperature <= 100, f"--temperature must be from 0 to 100, got {args.temperature}")
     args.tree = parse_tree(args.tree)
     return args
 
 
-def parse_tree(spec: str) -> "Tree | str | tuple[int, ...]":
+def parse_tree(spec):
     """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
     if spec == "auto":
         return spec
@@ -1681,7 +1615,7 @@ def parse_tree(spec: str) -> "Tree | str | tuple[int, ...]":
     return tuple(map(int, spec.split("x")))
 
 
-def read(kind, name: str, **kwargs):
+def read(kind, name, **kwargs):
     """`kind.from_pretrained(name)`, of which all errors, and damaged files raise any, become a ValueError."""
     try:
         return kind.from_pretrained(name, **kwargs)
@@ -1690,14 +1624,14 @@ def read(kind, name: str, **kwargs):
         raise ValueError(f"cannot load {name} (no network, wrong name, damaged files?): {reason}") from error
 
 
-def load(name: str, args, large: bool = False):
+def load(name, args, large=False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
     ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
     sharded = large and RANKS > 1
     mapped = large and args.offload and args.device == "cpu"
     kwargs = {}
     if sharded:
-        _refuse(not transformers.utils.is_accelerate_available(), "torchrun needs one more package: accelerate")
+        _refuse(not transformers.utils.is_accelerate_available(), "torchrun needs the package accelerate")
         # Imported here, as it takes most of a second.
         from transformers.distributed import DistributedConfig
         kwargs["distributed_config"] = DistributedConfig(tp_size=RANKS)
@@ -1728,7 +1662,7 @@ def load_tokenizer(args):
     return target
 
 
-def decode_prompt(args) -> int:
+def decode_prompt(args):
     """Loads, decodes, prints. Returns the exit code."""
     if RANKS > 1:
         torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
@@ -1775,7 +1709,7 @@ def decode_prompt(args) -> int:
     return code
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -1803,7 +1737,7 @@ def summarise(args, decoder, steps, stamps, count):
                 "--method gumbel does")
 
 
-def main(argv=None) -> int:
+def main(argv=None):
     """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
