@@ -705,13 +705,33 @@ class Layout:
         self.leaves_first = tensor(sorted(range(tree.size), key=ends.__getitem__))
 
 
+class Placement(NamedTuple):
+    """A tree behind a text, in a cache of which the first slots are visible."""
+    slots: Tensor            # (size + 1,) where its entries go
+    positions: Tensor        # (size + 1,)
+    seen: Tensor             # (size + 1, visible) bool, the mask drawn above
+    distance: Tensor         # (size + 1, visible) by how many positions a slot's token comes before the node
+
+
+def place(layout, base, visible):
+    """The Placement of a tree whose root is at `base`, (1,)."""
+    slots = torch.arange(visible, device=base.device)
+    positions = base + layout.depth
+    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last column,
+    # that of node -1, which is empty: node -1 is seen as a part of the text.
+    node = (slots - base).clamp(-1, layout.tree.size)
+    text = slots < base
+    distance = positions[:, None] - torch.where(text, slots, positions[node])
+    return Placement(base + layout.offset, positions, text | layout.mask[:, node], distance)
+
+
 class TreeLayer(StaticLayer):
     """One layer's keys and values, (1, heads, capacity, head_dim), written at any slots."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.keys.index_copy_(2, self.slots, key_states)
         self.values.index_copy_(2, self.slots, value_states)
-        return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
+        return self.keys.narrow(2, 0, self.visible), self.values.narrow(2, 0, self.visible)
 
 
 class CachedModel(nn.Module):
@@ -766,25 +786,16 @@ class CachedModel(nn.Module):
         vocabulary may be padded to a shorter length than its target's."""
         return tokens.clamp(0, self.vocabulary - 1)[None]
 
-    def place(self, layout, base, visible):
-        """Places a tree at a base, (1,), in a cache of which the first slots are visible: its slots and
-        positions, (size + 1,), and for each window an additive mask, (1, 1, size + 1, visible)."""
-        slots = torch.arange(visible, device=base.device)
-        positions = base + layout.depth
-        # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last
-        # column, that of node -1, which is empty: node -1 is seen as a part of the text.
-        node = (slots - base).clamp(-1, layout.tree.size)
-        text = slots < base
-        seen = text | layout.mask[:, node]
-        distance = positions[:, None] - torch.where(text, slots, positions[node])
+    def take(self, placement):
+        """Takes a tree's place: makes an additive mask for each window, (1, 1, size + 1, visible)."""
         zero = self.entries[0].new_zeros(())
         self.masks = []
         for window in self.windows.values():
-            near = seen & (distance < window) if window else seen
-            self.masks.append(torch.where(near, zero, RULED_OUT)[None, None])
-        self.slots = base + layout.offset
+            seen = placement.seen & (placement.distance < window) if window else placement.seen
+            self.masks.append(torch.where(seen, zero, RULED_OUT)[None, None])
+        self.slots = placement.slots
         # Nodes beyond the context have no position of their own. None of them can become text.
-        self.positions = positions.clamp(max=self.context - 1)
+        self.positions = placement.positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
         """One pass over some nodes: the tree's tokens (size + 1,), which (nodes,) -> logits (nodes, V)."""
@@ -1027,8 +1038,10 @@ class Decoder:
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
         if self.given_method.shared_noise:
             self.seed.random_(generator=self.generator)
-        self.text = text[None]
+        self.prompt = text
         self.padding = padding
+        # What has come after it, but for the root.
+        self.new = []
         self.length = len(text) - padding
         self.base.fill_(self.length)
         # How much of the text the draft has seen.
@@ -1068,28 +1081,32 @@ class Decoder:
         step yields a token as any other. Raises ValueError where the scores differ."""
         known = len(logits)
         self.probed = known == PROBED
-        tokens = torch.cat([self.text[0, -known:], self.tokens[:1]])                    # (known + 1,)
+        tokens = torch.cat([self.prompt[-known:], self.tokens[:1]])                     # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
         first = layout.paths[-2]
         start = self.base - known
         self.reserve(self.length + layout.tree.size)
-        self.target.place(layout, start, self.capacity)
+        self.target.take(place(layout, start, self.capacity))
         scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[first]
         difference = (scored[:-1] - logits).float().norm() / logits.float().norm()
         _refuse(difference > torch.finfo(logits.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
         self.target.move(start + first, start + layout.nodes[: known + 1])
         self.tokens[-1] = self.tokens[0]
-        self.extend(self.tokens[:1])
+        self.extend(self.tokens[:1].tolist())
         self.base += 1
         return self.draw_root(scored[-1:])
 
     def extend(self, tokens):
-        """The text has grown by some tokens, (n,)."""
-        self.text = torch.cat([self.text, tokens[None]], dim=1)
+        """The text has grown by a list of tokens."""
+        self.new += tokens
         self.length += len(tokens)
+
+    def text(self):
+        """The text up to node -1, (any length,), padding included."""
+        return torch.cat([self.prompt, self.prompt.new_tensor(self.new)])
 
     def use(self, tree):
         """Takes a tree for the steps to come, and makes all ready for one."""
@@ -1107,7 +1124,7 @@ class Decoder:
         # What plain steps have added the draft has not seen, but for node -1.
         if self.layout.levels:
             if self.drafted < self.length - 1:
-                self.draft.feed(self.text[0, self.padding :], self.capacity)
+                self.draft.feed(self.text()[self.padding :], self.capacity)
             self.drafted = self.length
 
     def step(self):
@@ -1119,7 +1136,7 @@ class Decoder:
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
         step = Step(self.layout.tree, tokens, path, token)
         # The old root and the accepted nodes. The token after them is the new root.
-        self.extend(self.tokens.new_tensor(tokens[:1] + step.tokens[:-1]))
+        self.extend(tokens[:1] + step.tokens[:-1])
         if self.layout.levels:
             self.drafted = self.length
         return step
@@ -1131,8 +1148,9 @@ class Decoder:
         layout = self.layout
         models = self.models if layout.levels else [self.target]
         # 1. The tree takes its place behind the text.
+        placement = place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
         for model in models:
-            model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
+            model.take(placement)
         if self.method.shared_noise:
             positions = self.base + torch.arange(layout.tree.depth + 1, device=self.device)
             self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth + 1, V)
@@ -1194,7 +1212,7 @@ class Decoder:
             nodes_and_scores = zip(self.layout.offset[nodes], scores.split(1))
             scores = torch.cat([self.processed_after(node, row, draft) for node, row in nodes_and_scores])
         else:
-            scores = self.processed(self.text, scores, draft)
+            scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
             scores = scores + self.noise[self.layout.depth[nodes] + 1]
         return scores
@@ -1202,7 +1220,7 @@ class Decoder:
     def processed_after(self, node, scores, draft):
         """The scores after one node, (1, V), processed with the text up to it."""
         path = self.layout.mask[node, :-1].nonzero()[:, 0]
-        text = torch.cat([self.text, self.tokens[None, path]], dim=1)
+        text = torch.cat([self.text(), self.tokens[path]])[None]
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
@@ -1211,7 +1229,7 @@ class Decoder:
         return processed[self.row, None]
 
     def processed(self, text, scores, draft):
-        """Scores after a text, (rows, length), as the processors shape them, (rows, V)."""
+        """Scores after a text, (rows, length), if they read one, as the processors shape them, (rows, V)."""
         for processor in self.processors:
             shaped = processor(text, scores)
             if draft and type(processor) in CUTS:
@@ -1453,7 +1471,7 @@ def pack(model, rows=16):
     far = min(small.context, 10**6) - 24
     examples = []
     for base, nodes, ahead in ((4, 3, 0), (4, 15, 0), (5, 7, 0), (14, 2, 0), (16, 4, 0), (4, 3, far)):
-        small.place(layout, torch.tensor([base]), base + layout.tree.size)
+        small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
         small.positions = small.positions + ahead
         examples.append(small.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
 
@@ -1475,7 +1493,7 @@ def pack(model, rows=16):
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
             with torch.jit.optimized_execution(False):
-                return frozen(*inputs)
+                return frozen.forward(*inputs)
 
         if all(map(torch.equal, outputs(recorded), packed)):
             model.recorded = recorded
