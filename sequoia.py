@@ -56,7 +56,7 @@ from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkL
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
@@ -308,9 +308,14 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 
+def uniform(shape, device, generator):
+    """Random numbers between 0 and 1. Subtle: they have 53 bits. With float32's 24 a token of a probability
+    below 6e-8 would hardly ever be drawn."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+
+
 def gumbel(uniform):
-    """Gumbel noise, -log E for E exponential, from uniform float64 numbers between 0 and 1. Subtle: E is as
-    small as 1e-16 with 53 bits; with float32's 24 it would hardly ever draw a token of less than 6e-8."""
+    """Gumbel noise from such numbers: -log E for E exponential."""
     return -(-uniform.log()).float().log()
 
 
@@ -321,8 +326,7 @@ def sample_without_replacement(scores, k, generator=None):
     Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
     are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
     Arrivals have no memory, so the next is drawn likewise among the others."""
-    uniform = torch.rand(scores.shape, generator=generator, dtype=torch.float64, device=scores.device)
-    return most_likely(scores + gumbel(uniform), k)
+    return most_likely(scores + gumbel(uniform(scores.shape, scores.device, generator)), k)
 
 
 def sample_with_replacement(scores, k, generator=None):
@@ -333,8 +337,9 @@ def sample_with_replacement(scores, k, generator=None):
 
 def most_likely(scores, k, generator=None):
     """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible, or NaN."""
-    best = scores.topk(k)
-    return torch.where(best.values > RULED_OUT, best.indices, -1)
+    best = scores.topk(min(k, scores.shape[1]))
+    tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
+    return nn.functional.pad(tokens, (0, k - tokens.shape[1]), value=-1)
 
 
 def shared_noise(seed, positions, vocabulary):
@@ -389,6 +394,12 @@ def verify_one_node(P, Q, tokens, noise):
 # children, or processors have ruled out the rest.
 
 
+def normalise(left, otherwise):
+    """What is left of a target, as a distribution: (rows, V). Where rounding leaves nothing it is the other."""
+    total = left.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, left / total, otherwise)
+
+
 def ratios_in_turn(P, q, tokens, noise, replacement=False):
     """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer."""
     R = P
@@ -401,10 +412,7 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
         # A CPU can look whether every row has accepted, and save the rest.
         if P.is_cpu and (noise < ratios).any(dim=1).all():
             break
-        left = (R - D).clamp(min=0)
-        total = left.sum(dim=1, keepdim=True)
-        # Where rounding leaves nothing, the residual stays as it was.
-        R = torch.where(exists & (total > 0), left / total, R)
+        R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
         if not replacement:
             q = q.scatter(1, s, RULED_OUT)
     return ratios, R
@@ -436,11 +444,10 @@ def ratios_of_spectr(P, q, tokens, noise):
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
     left = (P - tries(high) * accepted_by_one_try(high)).clamp(min=0)
-    total = left.sum(dim=1, keepdim=True)
     s = tokens.clamp(min=0)
     wanted = torch.where(tokens >= 0, P.gather(1, s), 0)
     ratios = torch.where(wanted > 0, wanted / (high * Q.gather(1, s)), 0)
-    return ratios, torch.where(total > 0, left / total, P)
+    return ratios, normalise(left, otherwise=P)
 
 
 def ratios_of_naive(P, q, tokens, noise):
@@ -449,10 +456,9 @@ def ratios_of_naive(P, q, tokens, noise):
     repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
     wanted = torch.where((tokens >= 0) & ~repeated, P.gather(1, s), 0)
     left = P.scatter_add(1, s, -wanted).clamp(min=0)
-    total = left.sum(dim=1, keepdim=True)
-    # What a child is wanted, all children after it, and all that is no child.
-    share = wanted.flip(1).cumsum(dim=1).flip(1) + total
-    return torch.where(wanted > 0, wanted / share, 0), torch.where(total > 0, left / total, P)
+    # How much this child and the later ones are wanted, and all that is no child.
+    share = wanted.flip(1).cumsum(dim=1).flip(1) + left.sum(dim=1, keepdim=True)
+    return torch.where(wanted > 0, wanted / share, 0), normalise(left, otherwise=P)
 
 
 @dataclass(frozen=True)
@@ -468,7 +474,7 @@ class Method:
     def verify(self, p, q, tokens, generator=None):
         """One level, row by row: scores p, q (rows, V), tokens (rows, k) -> the accepted child's rank, -1
         where none is, (rows,), and the residual's scores (rows, V)."""
-        noise = torch.rand(tokens.shape, generator=generator, dtype=torch.float64, device=p.device)
+        noise = uniform(tokens.shape, p.device, generator)
         ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
         accepted, rank = (noise < ratios).max(dim=1)
         return torch.where(accepted, rank, -1), residual.log()
@@ -554,7 +560,7 @@ class Traversal(Method):
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
         mass, residual = self.masses(layout.tree, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
-        noise = torch.rand(mass.shape, generator=generator, dtype=torch.float64, device=mass.device)
+        noise = uniform(mass.shape, mass.device, generator)
         first = (noise < mass)[layout.leaves_first].max(dim=0, keepdim=True).indices
         node = layout.leaves_first[first]
         return node, self.draw(residual[node].log(), 1, generator)[:, 0]
@@ -619,16 +625,17 @@ def sample_and_verify(P, Q, k, method="sequoia",
             "P and Q must be probabilities: no NaN, none negative, every row summing to 1")
     p, q = both.log()
     chosen = METHODS[method]
+    rows = torch.arange(len(P), device=P.device)
     if chosen.shared_noise:
-        seed = torch.empty(1, dtype=torch.long, device=P.device).random_(generator=generator)
-        noise = shared_noise(seed, torch.arange(len(P), device=P.device), P.shape[1])
+        seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
+        noise = shared_noise(seed, rows, P.shape[1])
         p = p + noise
         q = q + noise
     tokens = chosen.propose(q, k, generator)
     rank, residual = chosen.verify(p, q, tokens, generator)
     outcomes = torch.cat([tokens, chosen.draw(residual, 1, generator)], dim=1)              # (rows, k + 1)
     # Subtle: rank -1 finds the last outcome.
-    return rank, outcomes[torch.arange(len(P), device=P.device), rank]
+    return rank, outcomes[rows, rank]
 
 
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
@@ -725,13 +732,15 @@ def place(layout, base, visible):
     return Placement(base + layout.offset, positions, text | layout.mask[:, node], distance)
 
 
-class TreeLayer(StaticLayer):
-    """One layer's keys and values, (1, heads, capacity, head_dim), written at any slots."""
+class TreeCache(Cache):
+    """Each layer's keys and values in turn, (1, heads, capacity, head_dim) each, written at any slots."""
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        self.keys.index_copy_(2, self.slots, key_states)
-        self.values.index_copy_(2, self.slots, value_states)
-        return self.keys.narrow(2, 0, self.visible), self.values.narrow(2, 0, self.visible)
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        visible = []
+        for entry, states in zip(self.entries[2 * layer_idx :], (key_states, value_states)):
+            entry.index_copy_(2, self.slots, states)
+            visible.append(entry.narrow(2, 0, self.visible))
+        return visible
 
 
 class CachedModel(nn.Module):
@@ -743,9 +752,7 @@ class CachedModel(nn.Module):
         self.windows = attention_windows(model)
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.layers = [TreeLayer(max_cache_len=0) for _ in range(count)]
-        self.cache = Cache(layers=self.layers)
+        self.cache = TreeCache(layers=[])
         # By the shape of entries, (heads, head_dim): all of this shape, (entries, heads, capacity, head_dim),
         # so that one operation moves them.
         self.stores = {}
@@ -809,12 +816,9 @@ class CachedModel(nn.Module):
     def forward(self, ids, positions, slots, *masks_and_entries):
         """The pass as a function of tensors alone, so that it can be recorded."""
         masks = masks_and_entries[: len(self.windows)]
-        entries = iter(masks_and_entries[len(self.windows) :])
-        for layer in self.layers:
-            layer.keys = next(entries)
-            layer.values = next(entries)
-            layer.slots = slots
-            layer.visible = masks[0].shape[-1]
+        self.cache.entries = masks_and_entries[len(self.windows) :]
+        self.cache.slots = slots
+        self.cache.visible = masks[0].shape[-1]
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
         return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True).logits[0]
@@ -934,7 +938,6 @@ class Decoder:
         # The root's token and node -1's.
         self.tokens = torch.zeros(2, dtype=torch.long, device=self.device)
 
-    @torch.inference_mode()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
         """(rows, length) ids -> (rows, longer) ids, row by row; a limit of time is for all rows together.
@@ -969,10 +972,8 @@ class Decoder:
                 streamer.end()
         finally:
             self.in_use.release()
-        # An ordinary tensor, which may be changed.
-        with torch.inference_mode(False):
-            pad = generation_config._pad_token_tensor
-            out = nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else int(pad))
+        pad = generation_config._pad_token_tensor
+        out = nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else int(pad))
         return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
 
     def check(self, model, ids, mask, processors, config, arguments):
@@ -1011,6 +1012,7 @@ class Decoder:
             self.layout = None
             self.planner = Planner(self.tree, self.target.vocabulary, warm_up=3 if self.static else 1)
 
+    @torch.inference_mode()
     def tokens_after(self, text, padding):
         """The tokens after a text, (length,), one at a time, for as long as they are wanted. The processors
         see its padding, the first tokens, the models do not."""
@@ -1204,8 +1206,8 @@ class Decoder:
         """A model's scores after these nodes, an index of them, (nodes, V): float32, over the target's
         vocabulary, as the processors shape them. After node -1 comes the root."""
         scores = logits.float()
-        if self.vocabulary > logits.shape[1]:
-            missing = self.vocabulary - logits.shape[1]
+        missing = self.vocabulary - logits.shape[1]
+        if missing:
             scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT)
         if self.reads_text:
             # Each node has its own path, so they are asked about one by one.
@@ -1267,6 +1269,9 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. And the most nodes of a plan.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
 LARGEST = 256
+# Of one size: what sets their times apart is four draft passes.
+STAR = sequences(5, 1)
+CHAIN = chain(5)
 
 
 class Latency(NamedTuple):
@@ -1351,19 +1356,15 @@ class Planner:
         return self.tree
 
     def schedule(self):
-        """The trees to be timed, each for two steps after those that warm up. A star and a chain of five
-        children are trees of one size, and tell what a draft pass takes. Sizes then double until t(n) is
+        """The trees to be timed, each for two steps after those that warm up. Sizes double until t(n) is
         2.5 t(1): beyond that, time grows faster than tokens."""
         # A decent tree comes first, as the text is on its way.
-        for tree in (self.decent(8), Tree([-1]), chain(5), self.decent(16), self.star(), self.decent(4)):
+        for tree in (self.decent(8), Tree([-1]), CHAIN, self.decent(16), STAR, self.decent(4)):
             yield tree
         size = 16
         while size < LARGEST and np.interp(size, *self.latency()[:2]) < 2.5 * self.latency().t[0]:
             size *= 2
             yield self.decent(size)
-
-    def star(self):
-        return sequences(min(5, self.vocabulary), 1)
 
     def decent(self, size):
         """A tree of some size, before anything was counted."""
@@ -1375,7 +1376,7 @@ class Planner:
         for tree, times in self.seconds.items():
             if len(times) > self.warm_up:
                 step[tree] = statistics.median_low(times[self.warm_up :][-32:])
-        c = max(0.0, (step[chain(5)] - step[self.star()]) / 4)
+        c = max(0.0, (step[CHAIN] - step[STAR]) / 4)
         t = {}
         for tree, seconds in step.items():
             # No more than nine tenths can have been draft passes, whatever the noise.
