@@ -1013,7 +1013,7 @@ class Decoder:
         if sampling != self.sampling:
             self.sampling = sampling
             self.layout = None
-            self.planner = Planner(self.tree, self.target.vocabulary, warm_up=3 if self.static else 1)
+            self.planner = Planner(self.tree, self.target.vocabulary, warm_up=2 if self.static else 1)
 
     @torch.inference_mode()
     def tokens_after(self, text, padding):
@@ -1136,7 +1136,7 @@ class Decoder:
     def step(self):
         """One step, as the host sees it."""
         self.steps += 1
-        program = self.replay if self.static and self.steps > 2 else self.program
+        program = self.replay if self.static and self.steps > 1 else self.program
         # If static, the step's one copy to the host.
         node, token, *tokens, _ = program().tolist()
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
@@ -1189,8 +1189,8 @@ class Decoder:
         return report
 
     def replay(self):
-        """The third step with a tree is recorded as a CUDA graph, which is replayed ever after. Two have run
-        before, and warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
+        """The second step with a tree is recorded as a CUDA graph, which is replayed ever after. The first has
+        warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -1300,7 +1300,7 @@ def plan(rates, latency):
     the largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
     # A node of so small a tree hardly ever has use for more children.
-    rates = np.atleast_2d(rates)[:, : max(8, largest // 8)]
+    rates = np.atleast_2d(rates)[:, : max(8, largest // 16)]
     deepest = min(largest, 2 * largest.bit_length())
     G = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)                  # (largest, deepest)
     n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
@@ -1351,7 +1351,7 @@ class Planner:
             self.measured = True
         # Planned again when as much again has been seen.
         if self.steps >= self.due:
-            self.due = max(64, 2 * self.steps)
+            self.due = max(60, 2 * self.steps)
             if self.shape == "auto":
                 self.plan = plan(self.rates(), self.latency())
                 self.tree = self.plan.tree
@@ -1360,14 +1360,16 @@ class Planner:
         return self.tree
 
     def schedule(self):
-        """The trees to be timed, each for two steps after those that warm up. Sizes double until t(n) is
-        2.5 t(1): beyond that, time grows faster than tokens."""
+        """The trees to be timed, each for two steps after those that warm up. Sizes grow by a half at most, so
+        that no bend of t(n) between them is missed by more than a tenth, until t(n) is 2.5 t(1): beyond that,
+        time grows faster than tokens."""
         # A decent tree comes first, as the text is on its way.
         for tree in (self.decent(8), Tree([-1]), CHAIN, self.decent(16), STAR, self.decent(4)):
             yield tree
-        size = 16
-        while size < LARGEST and np.interp(size, *self.latency()[:2]) < 2.5 * self.latency().t[0]:
-            size *= 2
+        for size in (24, 32, 48, 64, 96, 128, 192, LARGEST):
+            latency = self.latency()
+            if latency.t[-1] >= 2.5 * latency.t[0]:
+                break
             yield self.decent(size)
 
     def decent(self, size):
