@@ -339,7 +339,8 @@ def most_likely(scores, k, generator=None):
     """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible, or NaN."""
     best = scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
-    return nn.functional.pad(tokens, (0, k - tokens.shape[1]), value=-1)
+    missing = k - tokens.shape[1]
+    return nn.functional.pad(tokens, (0, missing), value=-1) if missing else tokens
 
 
 def shared_noise(seed, positions, vocabulary):
@@ -783,7 +784,9 @@ class CachedModel(nn.Module):
         """Makes room for so many tokens, and keeps what is there."""
         views = {}
         for shape, store in self.stores.items():
-            self.stores[shape] = nn.functional.pad(store, (0, 0, 0, capacity - store.shape[2]))
+            # Subtle: padding by nothing would copy, and a graph would hold the old memory.
+            if capacity > store.shape[2]:
+                self.stores[shape] = nn.functional.pad(store, (0, 0, 0, capacity - store.shape[2]))
             views[shape] = iter(self.stores[shape].split(1))
         if views:
             self.entries = [next(views[shape]) for shape in self.shapes]
@@ -844,6 +847,10 @@ def attention_windows(model):
             or needed - inspect.signature(model.forward).parameters.keys(),
             f"{name} cannot verify a tree: it must be decoder-only, with full or sliding attention in every "
             f"layer, by positions, and take position_ids and past_key_values")
+    attention = model.config._attn_implementation
+    _refuse(attention not in ("eager", "sdpa"),
+            f"{name} computes attention by {attention}, which takes no tree: load it with "
+            f"attn_implementation='sdpa'")
     places = {str(weight.device) for weight in model.parameters()}
     _refuse(len(places) > 1 or model.device.type not in ("cpu", "cuda"),
             f"{name} must be on one device, a CPU or CUDA, and is on {', '.join(sorted(places))}")
@@ -856,8 +863,10 @@ def context_of(model):
     which transformers then computes anew and a tree cannot: the short length is the context."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope["original_max_position_embeddings"]
+    # One for all layers, or one for each kind of layer.
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            return parameters["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
@@ -944,7 +953,8 @@ class Decoder:
         """(rows, length) ids -> (rows, longer) ids, row by row; a limit of time is for all rows together.
 
         `generate`, which calls it, hands over the stopping criteria, which are checked after every token, and
-        the processors, for both models. A processor must be a function of ids and scores, without memory.
+        the processors, for both models. A processor must be a function of ids and scores, without memory. A row
+        that a criterion has ended is padded, also where there is no EOS token.
         Raises ValueError for what `generate` can be told and this cannot do, and for NaN logits; RuntimeError
         while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
@@ -999,7 +1009,8 @@ class Decoder:
                 f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
         _refuse(not 0 <= ids.min() <= ids.max() < self.target.vocabulary,
                 f"token ids must be from 0 to {self.target.vocabulary - 1}, got {ids.min()} to {ids.max()}")
-        _refuse(mask.shape != ids.shape or not mask[:, -1].all() or (mask.diff(dim=1) < 0).any(),
+        _refuse(mask.shape != ids.shape or (mask[:, -1] != 1).any() or (mask < 0).any()
+                or (mask.diff(dim=1) < 0).any(),
                 "a row of the attention_mask must be zeros, then ones: padding stands on the left")
 
     def prepare(self, processors, config):
@@ -1049,9 +1060,9 @@ class Decoder:
         self.new = []
         self.length = len(text) - padding
         self.base.fill_(self.length)
-        # How much of the text the draft has seen.
-        self.drafted = 0
-        self.reserve(self.length)
+        # How much of the text the draft has seen: not even what node -1 would show it.
+        self.drafted = -1
+        self.reserve(0)
         logits = self.target.feed(text[padding:], self.capacity, keep=min(PROBED, self.length))
         self.vocabulary = logits.shape[1]
         if self.layout is None:
@@ -1059,11 +1070,13 @@ class Decoder:
         self.tokens[-1] = text[-1]
         return logits
 
-    def reserve(self, length):
-        """Makes room for so many tokens. Caches double, up to what the text can need; a graph that was
-        recorded with smaller ones is given up."""
-        if length > self.capacity:
-            self.capacity = -(-max(length, min(2 * self.capacity, self.limit), 192) // 64) * 64
+    def reserve(self, nodes):
+        """Makes room for the text and so many nodes. Caches double, up to what the text can need; a graph that
+        was recorded with smaller ones is given up."""
+        needed = self.length + nodes
+        if needed > self.capacity:
+            doubled = min(2 * self.capacity, self.limit + nodes)
+            self.capacity = 64 * math.ceil(max(needed, doubled, 192) / 64)
             for model in self.models:
                 model.reserve(self.capacity)
             self.graph = None
@@ -1092,7 +1105,7 @@ class Decoder:
         layout = Layout(sequences(2, known), self.device)
         first = layout.paths[-2]
         start = self.base - known
-        self.reserve(self.length + layout.tree.size)
+        self.reserve(layout.tree.size)
         self.target.take(place(layout, start, self.capacity))
         scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[first]
         # The median, as a mixture of experts may round a token to another expert.
@@ -1116,7 +1129,7 @@ class Decoder:
 
     def use(self, tree):
         """Takes a tree for the steps to come, and makes all ready for one."""
-        self.reserve(self.length + tree.size)
+        self.reserve(tree.size)
         if self.layout is None or tree != self.layout.tree:
             layout = Layout(tree, self.device)
             tokens = self.tokens.new_full((tree.size + 1,), -1)
@@ -1166,9 +1179,10 @@ class Decoder:
             q = self.scores(logits, level.parents, draft=True)                          # (parents, V)
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
-            # Below a child that does not exist there is none either.
-            proposals = torch.where(self.tokens[level.parents, None] >= 0, proposals, -1)
             self.tokens[level.children] = proposals[level.rows, level.ranks]
+        # Below a child that does not exist there is none either.
+        missing = ((self.tokens < 0) & layout.mask).any(dim=1)
+        self.tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
         logits = self.target.score(self.tokens, layout.nodes)                           # (size, V)
         # 4. Verification finds the path to keep and the token after it.
@@ -1339,6 +1353,7 @@ class Planner:
         self.seconds = {}        # by tree: the times of the steps with it
         self.measured = False
         self.due = 0             # the number of steps from which on it plans again
+        self.trusted = 2 * self.steps       # and from which on it may measure anew
 
     def next_tree(self):
         """The tree for the next step."""
@@ -1353,7 +1368,8 @@ class Planner:
         if self.steps >= self.due:
             self.due = max(60, 2 * self.steps)
             if self.shape == "auto":
-                self.plan = plan(self.rates(), self.latency())
+                self.foretold = self.latency()
+                self.plan = plan(self.rates(), self.foretold)
                 self.tree = self.plan.tree
             else:
                 self.tree = optimal_tree(self.rates(), *self.shape)
@@ -1409,11 +1425,12 @@ class Planner:
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
         del times[self.warm_up : -64]
-        timed = times[self.warm_up :]
-        # A machine that slows down by half in mid-text, or recovers, is measured anew.
-        if self.measured and len(timed) >= 16:
-            change = statistics.median_low(timed[-8:]) / statistics.median_low(timed[:8])
-            if not 1 / 1.4 < change < 1.4:
+        recent = times[self.warm_up :][-8:]
+        # A machine that slows down by half in mid-text, or recovers, is measured anew: once at most until as
+        # much again has been seen, in case that this tree's time was never well foretold.
+        if self.measured and len(recent) == 8 and self.steps >= self.trusted:
+            change = statistics.median_low(recent) / self.foretold.of_step(step.tree.size, step.tree.depth)
+            if not 1 / 1.5 < change < 1.5:
                 self.measure_anew()
 
     def rates(self, weight=8.0):
