@@ -12,8 +12,8 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
     paper            here                        where
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is accepted,
-                                                 whichever ancestors were: so chances multiply along a path
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is the one
+                                                 accepted, whichever ancestors were: so chances multiply
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -23,9 +23,9 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
 device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. Each section needs
-only what stands above it, with two exceptions: section 4 takes section 5's index tensors as an argument, and
-the decoder takes its trees from section 7's planner. Left out: training drafts, batched serving, recurrent
-models.
+only what stands above it, with three exceptions: section 4 takes section 5's index tensors as an argument,
+the decoder takes its trees from section 7's planner, and a model may carry a mark of section 8, `recorded` or
+`offloaded`. Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
 from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
@@ -239,8 +239,9 @@ def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
     for node, (level, n) in enumerate(nodes):
         best = best_subtrees(min(level, bottom), depth - level)
         sizes = []
-        for b in reversed(range(best.children[n])):
-            m = int(best.last_child[b][n])
+        # Equation 1 backwards, from the last child to the first.
+        for last_child in reversed(best.last_child[: best.children[n]]):
+            m = int(last_child[n])
             sizes.insert(0, m)
             n -= m
         for m in sizes:
@@ -253,7 +254,7 @@ class _BestSubtrees(NamedTuple):
     """The best subtrees of n nodes, for all n from 0 to `size`, on one level and with so many levels."""
     G: np.ndarray            # (size + 1,) their expected tokens, -inf where there is no such subtree
     children: np.ndarray     # (size + 1,) the number of their root's children
-    last_child: list         # for the b-th child: (size + 1,) its nodes, where the root has b children
+    last_child: list         # for 1, 2, .. children: (size + 1,) the nodes of the last of so many
 
 
 def _best_subtrees(acceptance_rates, size, depth, max_branch):
@@ -262,7 +263,8 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 
         with_children(n, b) = max over m of  with_children(n - m, b - 1) + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, and G(m) is the maximum over b on the level below. One child costs n^2
+    where the b-th child gets m nodes, G(m) is the maximum over b on the level below, and with_children(1, 0)
+    is 1, the root alone. One child costs n^2
     additions, all m for all n (half would do, m <= n). So trees of up to d levels and b children a node cost
     d b n^2, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
@@ -273,6 +275,7 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
     def best_subtrees(level, depth):
         leaf = np.full(size + 1, -np.inf)
         leaf[1] = 1.0
+        # By b, from 0 on.
         with_children = [leaf]
         last_child = []
         if depth > 1:
@@ -309,8 +312,8 @@ RULED_OUT = -math.inf
 
 
 def uniform(shape, device, generator):
-    """Random numbers between 0 and 1. Subtle: they have 53 bits. With float32's 24 a token of a probability
-    below 6e-8 would hardly ever be drawn."""
+    """Random numbers between 0 and 1. Subtle: they are multiples of 2^-53, and so -log of them is as small as
+    1e-16. In float32 that were 6e-8, and a token of a smaller probability would hardly ever come first."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
@@ -321,7 +324,7 @@ def gumbel(uniform):
 
 def sample_without_replacement(scores, k, generator=None):
     """k different tokens a row, (rows, V) -> (rows, k), each drawn from what the earlier ones leave; -1 where
-    none is left, or NaN.
+    none is left, or scores are NaN.
 
     Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
     are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
@@ -330,13 +333,13 @@ def sample_without_replacement(scores, k, generator=None):
 
 
 def sample_with_replacement(scores, k, generator=None):
-    """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible, or NaN."""
+    """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible."""
     draws = [sample_without_replacement(scores, 1, generator) for _ in range(k)]
     return torch.cat(draws, dim=1)
 
 
 def most_likely(scores, k, generator=None):
-    """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible, or NaN."""
+    """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible."""
     best = scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
     missing = k - tokens.shape[1]
@@ -344,28 +347,29 @@ def most_likely(scores, k, generator=None):
 
 
 def shared_noise(seed, positions, vocabulary):
-    """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token, the
-    same on every device. The three are hashed to 64 bits by the finaliser of splitmix64."""
+    """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token. The
+    three are hashed to 64 bits by the finaliser of splitmix64, the same on every device."""
     tokens = torch.arange(vocabulary, device=positions.device)
     x = seed + positions[:, None] * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # Of 52 bits and a half, so neither 0 nor 1.
+    # 52 bits, plus one half: neither 0 nor 1.
     return gumbel(((x & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
-# The children of a node are tried in turn. Child i is accepted if noise_i < ratio_i. If none is, the token is
-# drawn from the residual, what the rejections have left of the target. Methods differ in how children are
-# proposed, in the ratios and in the residual.
+# The children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with noise from 0 to 1.
+# If none is, the token is drawn from the residual, what the rejections have left of the target. Methods
+# differ in how children are proposed, in the ratios and in the residual.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
 # residual, max(P - Q, 0) normalised, gives each token what is missing: the two add up to P. Several children:
-# after a rejection the residual takes the place of P, and the draft without the rejected token that of Q. By
-# induction the other children yield that residual exactly, so by the case of one child all together yield P.
+# after a rejection the residual, the same whichever token was rejected, takes the place of P, and the draft
+# without that token that of Q. By induction the other children yield that residual exactly, so by the case of
+# one child all together yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -396,7 +400,8 @@ def verify_one_node(P, Q, tokens, noise):
 
 
 def normalise(left, otherwise):
-    """What is left of a target, as a distribution: (rows, V). Where rounding leaves nothing it is the other."""
+    """What is left of a target, as a distribution: (rows, V). Where rounding leaves nothing it is the
+    other."""
     total = left.sum(dim=1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)
 
@@ -485,7 +490,8 @@ class Method:
 
         layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: from a slice of the nodes to
         their scores, (nodes, V). q: (size, V). The walk verifies the nodes that it visits. If `static`, all
-        are verified at once and the walk follows their ranks: no shape, no branch depends on the outcome."""
+        are verified at once and the walk follows their ranks: no shape, no branch depends on the outcome, as
+        a CUDA graph needs it (section 6). Without a graph, visiting fewer nodes is faster."""
         if static:
             children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
@@ -494,6 +500,7 @@ class Method:
                 node = torch.where(rank[node] < 0, node, layout.children[node, rank[node]])
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
+        # At a node without children nothing was rejected: all of the target is left.
         residual = target_scores(slice(0, 1))
         while children := layout.tree.children[node]:
             proposed = tokens[None, children[0] : children[-1] + 1]
@@ -511,15 +518,16 @@ class Greedy(Method):
     With shared noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978). The likeliest token by score
     plus Gumbel noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its
     positions use the same noise. Here a position owns its noise: seed and position name it. So a seed names
-    a text, whatever the tree, the draft or the speed of the machine. The draft knows the noise too: its
-    children are the likeliest by its scores plus the same noise, and often right.
+    a text, whatever the tree, the draft or the speed of the machine, as far as scores do not depend on them
+    by rounding. The draft knows the noise too: its children are the likeliest by its scores plus the same
+    noise, and often right.
 
-    Why reuse is right here and wrong in Algorithm 2: a rejected child of Algorithm 2 tells something of the
-    noise that it was tried with, so the next token needs fresh noise. Here the position's token depends on
-    its noise through the target's scores alone, and once it is settled that noise is never used again.
+    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child has been looked
+    at when the child is tried. Tried with the same noise, it would be accepted too often or too seldom. Here
+    nothing is tried: a position's token depends on its noise through the target's scores alone.
 
     What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
-    (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. With four children and more it accepts more."""
+    (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. `bench.py verification` compares several."""
 
     def verify(self, p, q, tokens, generator=None):
         likeliest = p.argmax(dim=1, keepdim=True)
@@ -544,19 +552,20 @@ class Traversal(Method):
     Say the draft gives two tokens 0.8 and 0.4, and the target 0.4 and 0.8. Their ratios are 0.5 and 2. The
     walk reaches the second with 0.5 * 1. But both models give the pair 0.32, so it can always be accepted.
 
-    The mass a of a node is the chance that the path ends there or below. The root's is 1, a child's is
-    min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1 for the
-    second. So the mass is at least the walk's probability, and as the expected tokens are a sum over nodes,
-    on a chain traversal never yields fewer on average. In a tree that branches it mostly yields more, but a
-    branch may end the path early with mass that the walk would have left to the next.
+    The mass a of a node is the chance that the path ends there or below. The root's is 1. A child's, for its
+    token t, is min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1
+    for the second. So the mass is at least the walk's probability, and as the expected tokens are a sum over
+    nodes, on a chain traversal never yields fewer on average. In a tree that branches it mostly does, but a
+    child may take mass, and end the path early, that the walk would have left to its sibling.
 
-    If a child and all below it are rejected, its parent may still be accepted. Token by token, what the child
-    takes and what it leaves add up: min(a R, D) + max(a R - D, 0) = a R. With s the sum of what it leaves,
-    the child takes a - s, and all is rejected with probability 1 - a + s. Of that s is still the parent's, so
-    its mass becomes s / (s + 1 - a), and its residual max(a R - D, 0) / s. So the path ends at the parent or
-    below with a - s + s = a, as its mass said. For the root, with a = 1, the mass stays 1.
+    If a child and all below it are rejected, its parent may still be accepted. The child's token is drawn
+    from D, so on average over t it takes the sum of D[t] min(a R[t] / D[t], 1) = min(a R[t], D[t]). What it
+    leaves of a R is max(a R - D, 0), in all `left`: it takes a - left. All below is rejected with probability
+    1 - a + left, and then `left` of it is still the parent's. So its mass becomes left / (left + 1 - a), its
+    residual max(a R - D, 0) / left, and the path ends at the parent or below with a - left + left = a, as its
+    mass said. For the root, with a = 1, the mass stays 1.
 
-    With one level traversal is the walk, so it shares its ratios, for `sample_and_verify`."""
+    Where only the root has children traversal is the walk, so it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
@@ -567,7 +576,8 @@ class Traversal(Method):
         return node, self.draw(residual[node].log(), 1, generator)[:, 0]
 
     def masses(self, tree, tokens, P, q):
-        """Each node's mass once all its children were rejected, (size,), and its residual then, (size, V)."""
+        """What is left of each node's mass when all its children were rejected, the chance that the path then
+        ends at it, (size,), and its residual then, (size, V)."""
         mass = [P.new_ones(1)]
         residual = []
         for node in range(tree.size):
@@ -580,11 +590,11 @@ class Traversal(Method):
                 s = tokens[child, None].clamp(min=0)                                            # (1,)
                 D = remaining.softmax(dim=0)
                 mass.append(torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
-                left = (a * R - D).clamp(min=0)
-                total = left.sum()
-                R = torch.where(exists & (total > 0), left / total, R)
-                # Subtle: where nothing is left, s / (s + 1 - a) is 0, or at a = 1 it is 0 / 0, and means 1.
-                a_left = torch.where(total > 0, total / (total + (1 - a)), a.floor())
+                what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
+                left = what_is_left.sum()
+                R = torch.where(exists & (left > 0), what_is_left / left, R)
+                # Subtle: where nothing is left this is 0, or at a = 1 it is 0 / 0, and means 1.
+                a_left = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 a = torch.where(exists, a_left, a)
                 remaining = remaining.scatter(0, s, RULED_OUT)
             mass[node] = a
@@ -605,8 +615,7 @@ METHODS = {
 GREEDY = Greedy(most_likely, ratios_of_naive, draw=most_likely)
 
 
-def sample_and_verify(P, Q, k, method="sequoia",
-                      generator=None):
+def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children a row from the draft's distributions Q, and verifies them against the target's P,
     (rows, V) each. Returns (rank, token), (rows,) each: the accepted child's rank, -1 where none was, and the
     emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, other shapes, k
@@ -659,10 +668,10 @@ def sample_and_verify(P, Q, k, method="sequoia",
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                 x
 #
-# Node -1 is the token before the root. The draft is fed it again with the root: it may have been a leaf of
-# the last tree, which a draft is never fed. Then what was moved to its slot is no entry of its own, and is
-# overwritten here. Node -1 is the root's parent, -1, and stands where Python finds index -1: at the end of
-# tokens, slots, positions and mask, which have size + 1 entries.
+# Node -1 is the token before the root, the last one that the last step accepted. If it was a leaf, the draft
+# was never fed it, and what was moved to its slot is no entry of its own. So the draft is always fed node -1
+# again, with the root, which overwrites that. Node -1 is the root's parent, -1, and stands where Python finds
+# index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Level(NamedTuple):
@@ -725,8 +734,8 @@ def place(layout, base, visible):
     """The Placement of a tree whose root is at `base`, (1,)."""
     slots = torch.arange(visible, device=base.device)
     positions = base + layout.depth
-    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last column,
-    # that of node -1, which is empty: node -1 is seen as a part of the text.
+    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last
+    # column, that of node -1, which is empty: node -1 is seen as a part of the text.
     node = (slots - base).clamp(-1, layout.tree.size)
     text = slots < base
     distance = positions[:, None] - torch.where(text, slots, positions[node])
@@ -734,7 +743,8 @@ def place(layout, base, visible):
 
 
 class TreeCache(Cache):
-    """Each layer's keys and values in turn, (1, heads, capacity, head_dim) each, written at any slots."""
+    """Each layer's keys and values in turn, (1, heads, capacity, head_dim) each, written at any slots. As
+    masks and positions are given, transformers asks it for nothing but `update`."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         visible = []
@@ -804,7 +814,7 @@ class CachedModel(nn.Module):
             seen = placement.seen & (placement.distance < window) if window else placement.seen
             self.masks.append(torch.where(seen, zero, RULED_OUT)[None, None])
         self.slots = placement.slots
-        # Nodes beyond the context have no position of their own. None of them can become text.
+        # Nodes beyond the context have no position of their own. None of a target's can become text.
         self.positions = placement.positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -839,6 +849,7 @@ def attention_windows(model):
     _refuse(not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None,
             f"needs a language model as transformers loads it, not compiled and not its name; got {name}")
     config = model.config.get_text_config(decoder=True)
+    # Models of one kind name none. Their window may be None, which is full attention.
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["sliding_attention"])
     needed = {"position_ids", "past_key_values"}
     # GPT-Neo's own mask counts slots, which shows less than bfloat16 rounds.
@@ -886,8 +897,9 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that rule tokens out by the scores alone. What they cut from a draft is not ruled out but lies so
-# far below the rest: a token outside the draft's nucleus can be in the target's.
+# Processors that rule tokens out by the scores alone. The draft is shaped like the target, as the nearer the
+# two are the more is accepted. But what these cut from a draft is not ruled out, it lies so far below the
+# rest: a token outside the draft's nucleus can be in the target's. Any draft is lossless.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -912,10 +924,10 @@ class Decoder:
 
     draft: a model over the same vocabulary. tree: a Tree; (size, depth), for the best tree of that shape; or
     "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
-    generator: the source of randomness, by default torch's own. on_step: called with each Step. cuda_graph:
-    on a GPU, record the step. It keeps caches, plan and CUDA graph from text to text: the models must not
-    change, and one text is decoded at a time. Raises ValueError for models, a tree or a method that it cannot
-    work with."""
+    generator: the source of randomness, by default torch's own. on_step: called with each Step, from a text's
+    second or third token on. cuda_graph: on a GPU, record the step. It keeps caches, plan and CUDA graph from
+    text to text: the models must not change, and one text is decoded at a time. Raises ValueError for models,
+    a tree or a method that it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -953,10 +965,10 @@ class Decoder:
         """(rows, length) ids -> (rows, longer) ids, row by row; a limit of time is for all rows together.
 
         `generate`, which calls it, hands over the stopping criteria, which are checked after every token, and
-        the processors, for both models. A processor must be a function of ids and scores, without memory. A row
-        that a criterion has ended is padded, also where there is no EOS token.
-        Raises ValueError for what `generate` can be told and this cannot do, and for NaN logits; RuntimeError
-        while it decodes another text."""
+        the processors, for both models. A processor must be a function of ids and scores, without memory. A
+        row that a criterion has ended is padded, also where there is no EOS token. Raises ValueError for what
+        `generate` can be told and this cannot do, and for NaN logits; RuntimeError while it decodes another
+        text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -1052,11 +1064,13 @@ class Decoder:
 
     def begin(self, text, padding):
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
-        if self.given_method.shared_noise:
+        if self.method.shared_noise:
             self.seed.random_(generator=self.generator)
         self.prompt = text
         self.padding = padding
-        # What has come after it, but for the root.
+        # What has come after it. Between steps prompt and new are the text up to node -1, of which the target
+        # has all entries. tokens[0] is the root, which comes next; length, and on the device base, counts the
+        # text without its padding.
         self.new = []
         self.length = len(text) - padding
         self.base.fill_(self.length)
@@ -1071,8 +1085,8 @@ class Decoder:
         return logits
 
     def reserve(self, nodes):
-        """Makes room for the text and so many nodes. Caches double, up to what the text can need; a graph that
-        was recorded with smaller ones is given up."""
+        """Makes room for the text and so many nodes. Caches double, up to what the text can need; a graph
+        that was recorded with smaller ones is given up."""
         needed = self.length + nodes
         if needed > self.capacity:
             doubled = min(2 * self.capacity, self.limit + nodes)
@@ -1103,16 +1117,17 @@ class Decoder:
         # Side by side on every level: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
-        first = layout.paths[-2]
+        # Nodes 0, 1, 3, 5, ..: the last but one ends the first sequence.
+        real = layout.paths[-2]
         start = self.base - known
         self.reserve(layout.tree.size)
         self.target.take(place(layout, start, self.capacity))
-        scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[first]
+        scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[real]
         # The median, as a mixture of experts may round a token to another expert.
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
         _refuse(difference > torch.finfo(self.target.model.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
-        self.target.move(start + first, start + layout.nodes[: known + 1])
+        self.target.move(start + real, start + layout.nodes[: known + 1])
         self.tokens[-1] = self.tokens[0]
         self.extend(self.tokens[:1].tolist())
         self.base += 1
@@ -1203,8 +1218,8 @@ class Decoder:
         return report
 
     def replay(self):
-        """The second step with a tree is recorded as a CUDA graph, which is replayed ever after. The first has
-        warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
+        """The second step with a tree is recorded as a CUDA graph, which is replayed ever after. The first
+        has warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -1327,9 +1342,9 @@ def plan(rates, latency):
 
 
 @functools.cache
-def decent_tree(size, ranks):
+def decent_tree(size, vocabulary):
     """A tree to begin with, before anything was counted."""
-    return optimal_tree(PRIOR[:ranks], size, size.bit_length())
+    return optimal_tree(PRIOR[: min(size, vocabulary)], size, size.bit_length())
 
 
 class Planner:
@@ -1376,21 +1391,19 @@ class Planner:
         return self.tree
 
     def schedule(self):
-        """The trees to be timed, each for two steps after those that warm up. Sizes grow by a half at most, so
-        that no bend of t(n) between them is missed by more than a tenth, until t(n) is 2.5 t(1): beyond that,
-        time grows faster than tokens."""
+        """The trees to be timed, each for two steps after those that warm up. From 16 on sizes grow by a half
+        at most, so that no bend of t(n) between them is missed by more than a tenth, until t(n) is 2.5 t(1):
+        beyond that, time grows faster than tokens."""
+        def decent(size):
+            return decent_tree(size, self.vocabulary)
+
         # A decent tree comes first, as the text is on its way.
-        for tree in (self.decent(8), Tree([-1]), CHAIN, self.decent(16), STAR, self.decent(4)):
-            yield tree
+        yield from (decent(8), Tree([-1]), CHAIN, decent(16), STAR, decent(4))
         for size in (24, 32, 48, 64, 96, 128, 192, LARGEST):
             latency = self.latency()
             if latency.t[-1] >= 2.5 * latency.t[0]:
                 break
-            yield self.decent(size)
-
-    def decent(self, size):
-        """A tree of some size, before anything was counted."""
-        return decent_tree(size, min(size, self.vocabulary))
+            yield decent(size)
 
     def latency(self):
         """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
@@ -1466,7 +1479,7 @@ def pack_linear(layer, rows):
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, rows)
     # A trace cannot take the empty list in the product, a script can.
     product = torch.jit.script(packed_product)
-    # Its own weight takes no more memory.
+    # Its own weight takes no more memory, but where an embedding shares it.
     del layer.weight
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
@@ -1475,7 +1488,7 @@ def pack_linear(layer, rows):
 @torch.no_grad()
 def pack(model, rows=16):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
-    its pass, about half the time of a small model's. Its numbers change by rounding.
+    its pass, which halves the time of a small model's. Its numbers change by rounding.
 
     It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
@@ -1487,12 +1500,13 @@ def pack(model, rows=16):
     and given up where they differ; and the packed model with the one that came, within rounding."""
     if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
         return model
-    small = CachedModel(model.requires_grad_(False))
+    small = CachedModel(model)
     if model.dtype not in packable_dtypes():
         return model
+    model.requires_grad_(False)
     small.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
-    far = min(small.context, 10**6) - 24
+    far = max(0, min(small.context, 10**6) - 24)
     examples = []
     for base, nodes, ahead in ((4, 3, 0), (4, 15, 0), (5, 7, 0), (14, 2, 0), (16, 4, 0), (4, 3, far)):
         small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
