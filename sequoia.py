@@ -351,11 +351,11 @@ def shared_noise(seed, positions, vocabulary):
     three are hashed to 64 bits by the finaliser of splitmix64, the same on every device."""
     tokens = torch.arange(vocabulary, device=positions.device)
     x = seed + positions[:, None] * -7046029254386353131 + tokens * -3335678366873096957
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # 52 bits, plus one half: neither 0 nor 1.
-    return gumbel(((x & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
+    # The highest 52 bits, plus one half: neither 0 nor 1. A last shift of splitmix64 would mend the lowest.
+    return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
@@ -977,7 +977,7 @@ class Decoder:
             mask = torch.ones_like(ids) if mask is None else mask.to(self.device).long()
             self.check(model, ids, mask, logits_processor, generation_config, arguments)
             self.prepare(logits_processor, generation_config)
-            if streamer:
+            if streamer is not None:
                 streamer.put(ids.cpu())
             rows = []
             for self.row, text in enumerate(ids):
@@ -986,12 +986,12 @@ class Decoder:
                 for token in self.tokens_after(text, padding=int((mask[self.row] == 0).sum())):
                     _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
                     text = torch.cat([text, text.new_tensor([token])])
-                    if streamer:
+                    if streamer is not None:
                         streamer.put(text[-1:].cpu())
                     if stopping_criteria(text[None], None).all():
                         break
                 rows.append(text)
-            if streamer:
+            if streamer is not None:
                 streamer.end()
         finally:
             self.in_use.release()
@@ -1186,12 +1186,12 @@ class Decoder:
         for model in models:
             model.take(placement)
         if self.method.shared_noise:
-            positions = self.base + torch.arange(layout.tree.depth + 1, device=self.device)
-            self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth + 1, V)
+            positions = self.base + 1 + torch.arange(layout.tree.depth, device=self.device)
+            self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
-        for level in layout.levels:
+        for depth, level in enumerate(layout.levels):
             logits = self.draft.score(self.tokens, level.fed)[-len(level.parents) :]
-            q = self.scores(logits, level.parents, draft=True)                          # (parents, V)
+            q = self.scores(logits, level.parents, level=depth)                         # (parents, V)
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             self.tokens[level.children] = proposals[level.rows, level.ranks]
@@ -1235,9 +1235,11 @@ class Decoder:
         self.graph.replay()
         return self.report
 
-    def scores(self, logits, nodes, draft=False):
+    def scores(self, logits, nodes, level=None):
         """A model's scores after these nodes, an index of them, (nodes, V): float32, over the target's
-        vocabulary, as the processors shape them. After node -1 comes the root."""
+        vocabulary, as the processors shape them. After node -1 comes the root. level: that of a draft's
+        nodes."""
+        draft = level is not None
         scores = logits.float()
         missing = self.vocabulary - logits.shape[1]
         if missing:
@@ -1249,7 +1251,9 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            scores = scores + self.noise[self.layout.depth[nodes] + 1]
+            # By depth, (depth, V). Node -1, alone, has depth -1. A draft's nodes have one depth: a view will
+            # do.
+            scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
     def processed_after(self, node, scores, draft):
@@ -1523,17 +1527,22 @@ def pack(model, rows=16):
     packed = outputs(small.forward)
     _refuse((torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
+    def same(forward):
+        return all(map(torch.equal, outputs(forward), packed))
+
     model.recorded = small.forward
     try:
-        with warnings.catch_warnings(action="ignore"):
-            frozen = torch.jit.freeze(torch.jit.trace(small.eval(), examples[0], check_trace=False))
+        with warnings.catch_warnings(action="ignore"), torch.jit.optimized_execution(False):
+            traced = torch.jit.trace(small.eval(), examples[0], check_trace=False)
+            # Subtle: where a trace does not fit it raises an error, and a frozen one can crash.
+            frozen = torch.jit.freeze(traced) if same(traced.forward) else None
 
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
             with torch.jit.optimized_execution(False):
                 return frozen.forward(*inputs)
 
-        if all(map(torch.equal, outputs(recorded), packed)):
+        if frozen and same(recorded):
             model.recorded = recorded
     except (RuntimeError, AttributeError):
         # There is no trace of this model. It runs packed.
@@ -1656,6 +1665,8 @@ def arguments(argv=None):
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
     args = parser.parse_args(argv)
     _refuse(not 0 <= args.temperature <= 100, f"--temperature must be from 0 to 100, got {args.temperature}")
+    _refuse(args.top_p is not None and not 0 < args.top_p <= 1,
+            f"--top-p must be more than 0 and at most 1, got {args.top_p}")
     args.tree = parse_tree(args.tree)
     return args
 
