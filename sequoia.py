@@ -1004,8 +1004,9 @@ class Decoder:
         given = arguments_of_generate()
         settings = vars(config) | given
         unable = [name for name in UNABLE if settings.get(name)]
-        for name, value in given.get("kwargs", {}).items():
-            if name in arguments and name not in HARMLESS and value is not None:
+        # What generate has prepared itself, such as position_ids, is as it should be.
+        for name in given.get("kwargs", arguments):
+            if arguments.get(name) is not None and name not in HARMLESS:
                 unable.append(name)
         if (config.num_beams or 1) > 1:
             unable.append("num_beams")
