@@ -14,13 +14,12 @@
 pair of the paper's shapes, with its acceptance, on the spot. Every command prints Markdown tables. With
 `--save` it replaces its own section of figures/results.md; four draw a figure, which needs matplotlib.
 
-The same prompts, seeds and weights for all, taking turns, so that a slow minute of the machine hits all
-alike. Every comparison is paired by prompt: 1.33 ± 0.05 is a ratio of sums over the prompts and half its 95%
-interval. Tokens per step are all tokens over all steps, ms/token all time over all tokens. transformers' own
-methods run on the models as transformers loads them, each with its best settings.
+The same prompts, seeds and weights for all, taking turns, so that a slow minute hits all alike. Comparisons
+are paired by prompt: 1.33 ± 0.05 is a ratio of sums over prompts and half its 95% interval. Tokens per step
+are all tokens over all steps, ms/token all time over all tokens. transformers' own methods run on the models
+as transformers loads them, each with its best settings.
 """
 import argparse
-import contextlib
 import copy
 import functools
 import importlib
@@ -34,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -51,10 +50,19 @@ from sequoia import METHODS, Tree, expected_tokens, optimal_tree, sequences
 
 HERE = Path(__file__).parent
 PLAIN = Tree([-1])
+# On how many of the prompts transformers' own methods run, evenly spaced: they are slow.
+PEERS = 40
+# A progress bar on standard error, while it is a terminal.
+progress = functools.partial(tqdm, leave=False, disable=None)
+BLACK = "#111827"
+COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
+           "chain": "#be185d"}
+TWO_CORES = ("Two cores do about ten times as many multiplications as they read weights in a second, a GPU "
+             "three hundred: on two cores t(n) rises from few nodes on, and a short sequence can be as good "
+             "as a tree.")
 
 
 # --- 1  Toolbox: intervals, tables, results.md, figures, time -----------------------------------------------
-
 
 class Estimate(NamedTuple):
     """A value and half its 95% interval, NaN where nothing tells it."""
@@ -63,29 +71,17 @@ class Estimate(NamedTuple):
 
 
 def estimate(function, *columns):
-    """A function of sums over prompts, with its interval. columns: (prompts, ...) arrays, to be summed.
-
-    The jackknife: the value is computed anew without each prompt in turn, and how far these values scatter
-    tells how far it would vary with other prompts. For a plain mean it is the usual standard error."""
-    sums = [column.sum(axis=0) for column in columns]
-    value = float(function(*sums))
-    prompts = len(columns[0])
-    if prompts < 2:
+    """A function of the sums of columns, (prompts,) each, with its interval. By the jackknife: how far the
+    values without one prompt scatter tells how far other prompts would move it, for a mean as usual."""
+    value = float(function(*(column.sum(axis=0) for column in columns)))
+    freedom = len(columns[0]) - 1
+    if freedom < 1:
         return Estimate(value)
-    without_one = []
-    for i in range(prompts):
-        without_one.append(function(*(total - column[i] for total, column in zip(sums, columns))))
-    error = math.sqrt((prompts - 1) * np.var(without_one))
-    return Estimate(value, student(prompts - 1) * error)
-
-
-def student(freedom):
-    """What Student's t stays within, either way, with probability 95%: to 1% from three degrees on."""
-    return 1.96 + 2.37 / freedom + 2.82 / freedom**2 + 2.56 / freedom**3
-
-
-def percent_more(ratio):
-    return Estimate(100 * (ratio.value - 1), 100 * ratio.half)
+    without_one = [function(*(column.sum(axis=0) - column[i] for column in columns))
+                   for i in range(freedom + 1)]
+    # What Student's t stays within with probability 95%, to 1% from three degrees of freedom on.
+    t = 1.96 + 2.37 / freedom + 2.82 / freedom**2 + 2.56 / freedom**3
+    return Estimate(value, t * math.sqrt(freedom * np.var(without_one)))
 
 
 class Report:
@@ -103,34 +99,26 @@ class Report:
 
     def table(self, title, lesson, rows):
         """Rows, dictionaries with the same keys, as a Markdown table under its title and what it teaches."""
-        cells = [list(rows[0])]
-        for row in rows:
-            cells.append([show(value) for value in row.values()])
+        cells = [list(rows[0])] + [[show(value) for value in row.values()] for row in rows]
         widths = [max(map(len, column)) for column in zip(*cells)]
-        rule = ["-" * (width - 1) + ":" for width in widths]
-        rule[0] = "-" * widths[0]
-        cells.insert(1, rule)
+        rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
         lines = []
-        for first, *rest in cells:
-            padded = [first.ljust(widths[0])]
-            padded += [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
-            lines.append(f"| {' | '.join(padded)} |")
-        table = "\n".join(lines)
-        short = " (--quick: too few to conclude anything)" if self.quick else ""
-        self.say(f"**{title}{short}**\n\n{lesson}\n\n{table}")
+        for first, *rest in [cells[0], rule, *cells[1:]]:
+            padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
+            lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |\n")
+        title += " (--quick: too few to conclude anything)" * self.quick
+        self.say(f"**{title}**\n\n{lesson}\n\n{''.join(lines).rstrip()}")
 
     def panels(self, name, rows, height=5.2):
         """Axes to draw on, one for each temperature, with its rows. They become figures/NAME.png."""
         temperatures = list(dict.fromkeys(row.get("temperature", "") for row in rows))
-        size = (2 + 4.8 * len(temperatures), height)
-        fig, axes = pyplot().subplots(1, len(temperatures), figsize=size, squeeze=False, layout="constrained")
+        fig, axes = pyplot().subplots(1, len(temperatures), figsize=(2 + 4.8 * len(temperatures), height),
+                                      squeeze=False, layout="constrained")
         for axis, temperature in zip(axes[0], temperatures):
             axis.set_title(temperature and named(temperature))
             yield axis, [row for row in rows if row.get("temperature", "") == temperature]
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        columns = math.ceil(len(labels) / math.ceil(len(labels) / (2 + len(temperatures))))
-        fig.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        labels = axes[0, 0].get_legend_handles_labels()
+        fig.legend(*labels, loc="outside lower center", ncols=3, frameon=False)
         fig.savefig(self.folder / f"{name}.png", dpi=150)
         pyplot().close(fig)
         self.say(f"![{name}]({name}.png)")
@@ -142,55 +130,39 @@ class Report:
         sections = {section.split("\n", 1)[0]: section.rstrip() + "\n" for section in old}
         title = f"`python bench.py {self.command}`"
         sections[title] = f"{title}\n\n{provenance(device)}; {seconds / 60:.1f} minutes.\n{self.text}"
-        order = [f"`python bench.py {job}" for job in jobs(device, self.quick)]
-
-        def place(title):
-            return max((i for i, start in enumerate(order) if title.startswith(start)), default=99)
-
-        command = "python bench.py all" + " --quick" * self.quick
-        head = (f"# Results\n\nWritten by `{command}`. ± is half a 95% interval, by prompt. Compare within a "
-                "table, not across.\n")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        parts = [head] + [sections[title] for title in sorted(sections, key=place)]
+        order = [f"`python bench.py {job}{' --quick' * self.quick}`" for job in jobs(device, self.quick)]
+        known = sorted(sections, key=lambda title: order.index(title) if title in order else 99)
+        parts = [f"# Results\n\nWritten by `python bench.py all{' --quick' * self.quick}`. ± is half a 95% "
+                 "interval. Compare within a table, not across.\n"]
+        parts += [sections[title] for title in known]
         path.write_text("\n## ".join(parts), encoding="utf-8")
 
 
 def show(value):
-    """A table's cell. An estimate's two numbers have as many decimals as the larger needs."""
+    """A table's cell. An estimate's two numbers have as many decimals as the first needs."""
     if isinstance(value, Estimate):
-        digits = decimals(max(abs(value.value), value.half if value.half > 0 else 0.0))
-        text = f"{value.value:.{digits}f}"
-        # One that is compared with itself has no interval.
+        text = show(value.value)
+        digits = len(text.partition(".")[2])
+        # What is compared with itself has no interval.
         return f"{text} ± {value.half:.{digits}f}" if value.half > 0 else text
     if isinstance(value, float):
-        return f"{value:.{decimals(abs(value))}f}"
+        if abs(value) >= 100:
+            return f"{value:.0f}"
+        return f"{value:.2f}" if abs(value) >= 0.995 else f"{value:.3f}"
     return "-" if value is None else str(value)
-
-
-def decimals(size):
-    if size >= 100:
-        return 0
-    return 2 if size >= 1 else 3
 
 
 def provenance(device):
     """The day, the commit, the device and the versions, in words."""
-    def git(*arguments):
-        return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-    if device == "cpu":
-        cpuinfo = Path("/proc/cpuinfo")
-        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-        name = f"{found[1] if found else 'processor'}, {os.cpu_count()} cores"
-    else:
+    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"model name\s*: (.*)", words)
+    name = f"{found[1] if found else 'processor'}, {os.cpu_count()} cores"
+    if device != "cpu":
         name = torch.cuda.get_device_name(device)
-    commit = git("describe", "--always", "--dirty", "--exclude=*") or "unknown"
-    return (f"{time.strftime('%Y-%m-%d')}; commit {commit}; {name}; Python {platform.python_version()}, torch "
-            f"{torch.__version__}, transformers {transformers.__version__}")
-
-
-# A progress bar on standard error, while it is a terminal.
-progress = functools.partial(tqdm, leave=False, disable=None)
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
+    return (f"{time.strftime('%Y-%m-%d')}; commit {commit}; {name}; Python {platform.python_version()}, "
+            f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 
 def named(temperature):
@@ -207,11 +179,6 @@ def timed(function):
     return time.perf_counter() - start, result
 
 
-BLACK = "#111827"
-COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
-           "chain": "#be185d"}
-
-
 @functools.cache
 def pyplot():
     """Matplotlib, which only the figures need."""
@@ -225,46 +192,35 @@ def pyplot():
 def draw_by_size(axis, rows, name, colour, style="-", label=None, shift=0.0):
     """A table's column against its nodes, on a logarithmic axis, estimates with their intervals. shift: by
     which part of a doubling to the right, so that intervals do not cover each other."""
+    ticks = [row["nodes"] for row in rows][:: 2 if len(rows) > 7 else 1]
     rows = [row for row in rows if row[name] is not None]
-    sizes = [row["nodes"] for row in rows]
-    moved = [size * 2**shift for size in sizes]
-    values = [row[name] for row in rows]
-    if isinstance(values[0], Estimate):
-        heights, halves = zip(*values)
-        axis.errorbar(moved, heights, yerr=halves, fmt=style, marker="o", markersize=5, elinewidth=1.2,
-                      capsize=3, color=colour, label=label or name)
-    else:
-        axis.plot(moved, values, style, color=colour, label=label or name)
+    heights, halves = zip(*(row[name] for row in rows))
+    axis.errorbar([row["nodes"] * 2**shift for row in rows], heights, yerr=halves, fmt=style, marker="o",
+                  markersize=5, elinewidth=1.2, capsize=3, color=colour, label=label or name)
     axis.set_xscale("log", base=2)
-    ticks = sizes[:: 2 if len(sizes) > 7 else 1]
-    if len(ticks) >= len(axis.get_xticks(minor=False)) or not axis.get_xlabel():
-        axis.set_xticks(ticks, ticks)
+    axis.set_xticks(ticks, ticks)
     axis.minorticks_off()
     axis.set_xlabel("tree size (nodes)")
 
 
 # --- 2  Pairs of models, texts, and what both say of them ---------------------------------------------------
 
-
 class Pair:
     """Two models as transformers loads them, and `fast`, for sequoia.py: on a CPU copies that are packed."""
 
     def __init__(self, target, draft):
-        self.target = target.eval()
-        self.draft = draft.eval()
+        self.target, self.draft = target.eval(), draft.eval()
         # All contenders decode to the same length, past any EOS.
         for model in (target, draft):
-            model.config.eos_token_id = None
-            model.generation_config.eos_token_id = None
+            model.config.eos_token_id = model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
 
     @functools.cached_property
     def fast(self):
-        models = []
-        for model in (self.target, self.draft):
-            as_it_is = model.device.type != "cpu" or hasattr(model, "offloaded")
-            models.append(model if as_it_is else sequoia.pack(copy.deepcopy(model)))
-        return models
+        if self.target.device.type != "cpu":
+            return self.target, self.draft
+        return [model if hasattr(model, "offloaded") else sequoia.pack(copy.deepcopy(model))
+                for model in (self.target, self.draft)]
 
 
 def pair_of(args):
@@ -277,28 +233,25 @@ def pair_of(args):
 def texts(args, count, length):
     """`count` pieces of `length` tokens, (1, length) each, always the same, none of which overlap: from the
     file given, or from files of the standard library that the bundled pair was not trained on."""
-    if args.prompts:
-        files = [Path(args.prompts)]
-    else:
+    files = [Path(args.prompts or ".")]
+    if not args.prompts:
         from tiny.train import source_files
         files = source_files(held_out=True)
     pieces = []
     for file in files:
         ids = args.tokenizer(file.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
-        starts = range(0, len(ids) - length + 1, length)
-        pieces += [ids[start : start + length] for start in starts]
+        pieces += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(pieces) < count:
-        raise ValueError(f"{args.prompts} has {len(pieces)} pieces of {length} tokens, {count} are needed")
-    chosen = [pieces[i * len(pieces) // count] for i in range(count)]
-    return [torch.tensor([piece], device=args.device) for piece in chosen]
+        raise ValueError(f"needs a text of {count} pieces of {length} tokens, got {len(pieces)}")
+    return [torch.tensor([pieces[i * len(pieces) // count]], device=args.device) for i in range(count)]
 
 
 def sampling(prompt, temperature, new_tokens, top_p=1.0):
     """What `generate` is told."""
-    how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens}
+    how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, "do_sample": False}
     if temperature:
-        return {**how, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
-    return {**how, "do_sample": False}
+        how |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    return how
 
 
 def decoder_for(pair, temperature, top_p=1.0):
@@ -311,12 +264,11 @@ def decoder_for(pair, temperature, top_p=1.0):
 
 def scores_of(decoder, logits, draft):
     """A model's scores, (positions, V), as this Decoder shapes them, for its target or its draft."""
-    return decoder.scores(logits, slice(None), draft)
+    return decoder.scores(logits, slice(None), level=0 if draft else None)
 
 
 def verified(method, scores):
-    """The probabilities that a method holds the children against: a greedy one knows the token, as the
-    limit of temperature 0 and where its noise is shared. (positions, V)."""
+    """What a method verifies against, (positions, V): a greedy one, as with shared noise, knows the token."""
     if isinstance(method, sequoia.Greedy):
         return F.one_hot(scores.argmax(dim=1), scores.shape[1]).float()
     return scores.softmax(dim=1)
@@ -348,21 +300,17 @@ def trees(args, report):
     for n, d, b in [(512, 12, 16), (1024, 12, 16), (512, 24, 16), (512, 12, 31), (largest, 24, 31)]:
         run = functools.partial(sequoia.expected_tokens_table, PAPER_RATES, n, d, b)
         seconds = min(timed(run)[0] for _ in range(3 if n <= 1024 else 1))
-        cost = {"nodes n": n, "levels d": d, "children b": b, "seconds": seconds}
-        costs.append(cost)
-        cost["x first"] = seconds / costs[0]["seconds"]
+        costs.append({"nodes n": n, "levels d": d, "children b": b, "seconds": seconds})
+        costs[-1]["x first"] = seconds / costs[0]["seconds"]
     report.table("What the dynamic program takes, and that against the first row",
-                 f"The steps are n² d b, and a plan asks for at most {sequoia.LARGEST} nodes. The least of "
-                 "three times, of one above 1024 nodes.", costs)
-
+                 f"It makes n² d b additions; a plan asks for {sequoia.LARGEST} nodes at most.", costs)
     best = sequoia.expected_tokens_table(PAPER_RATES, largest, 24).max(axis=1)              # (size + 1,)
     rows = []
     for n in [2**i for i in range(3, largest.bit_length())]:
-        by_k = {k: expected_tokens(tree, PAPER_RATES) for k, tree in sequences_within(n).items()}
-        binary = sequoia.k_ary(2, n.bit_length() - 1)
-        rows.append({"nodes": n, "sequoia": float(best[: n + 1].max()), "k sequences": max(by_k.values()),
-                     "16 sequences": by_k.get(16), "2-ary": expected_tokens(binary, PAPER_RATES),
-                     "chain": by_k[1]})
+        by_k = {k: Estimate(expected_tokens(tree, PAPER_RATES)) for k, tree in sequences_within(n).items()}
+        binary = expected_tokens(sequoia.k_ary(2, n.bit_length() - 1), PAPER_RATES)
+        rows.append({"nodes": n, "sequoia": Estimate(best[: n + 1].max()), "k sequences": max(by_k.values()),
+                     "16 sequences": by_k.get(16), "2-ary": Estimate(binary), "chain": by_k[1]})
     report.table("Expected tokens per step by tree size; k sequences: the best k",
                  "Computed, so exact: with every doubling the optimal tree gains about as much again, while "
                  "sequences stop gaining.", rows)
@@ -388,93 +336,49 @@ CHILDREN = (1, 2, 4, 8, 16, 32)
 def verification(args, report):
     """How often all k children are rejected, by method, temperature and top-p, and how often they must be."""
     pair = pair_of(args)
-    pieces = []
-    for piece in progress(texts(args, args.count, 256), "reading"):
-        # The logits of both after each of its last tokens, (32, V).
-        pieces.append([model(piece).logits[0, -32:].float() for model in (pair.target, pair.draft)])
+    logits = []
+    for text in progress(texts(args, args.count, 256), "reading"):
+        # Both models' after each of its last tokens, (32, V).
+        logits.append([model(text).logits[0, -32:] for model in (pair.target, pair.draft)])
     generator = torch.Generator(args.device).manual_seed(0)
-    settings = list(itertools.product(args.temperatures, (1.0, 0.9) if args.quick else (1.0, 0.9, 0.8)))
+    settings = itertools.product(args.temperatures, (1.0, 0.9) if args.quick else (1.0, 0.9, 0.8))
     rows = []
-    for temperature, top_p in progress(settings, "rejection rates"):
+    for temperature, top_p in progress(list(settings), "rejection rates"):
         decoder = decoder_for(pair, temperature, top_p)
-        scores = []
-        for target, draft in pieces:
-            scores.append([scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True)])
-        rates = all_rejection_rates(scores, CHILDREN, generator, repeats=2)
-        rates["best"] = bound(least_rejection_independent, scores, CHILDREN)
-        setting = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}"}
-        rows += rejection_rows(setting, rates, CHILDREN, compared=(1, 8))
-    report.table(f"Rejection rate of k children, {32 * len(pieces)} positions in {len(pieces)} texts; best: "
-                 "the least possible with independent children",
+        scores = [(scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True))
+                  for target, draft in logits]
+        # With one level traversal is sequoia.
+        rates = {name: rejection_rates(method, scores, generator) for name, method in METHODS.items()
+                 if name != "traversal"}
+        rates["best"] = np.array([[least_rejection(p, q, k) for k in CHILDREN] for p, q in scores])
+        for name, mine in rates.items():
+            row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}", "method": name}
+            row |= {f"k = {k}": float(mine[:, i].mean()) for i, k in enumerate(CHILDREN)}
+            for i in (0, 3):
+                ratio = estimate(operator.truediv, mine[:, i], rates["sequoia"][:, i])
+                row[f"k = {CHILDREN[i]}, x sequoia"] = ratio
+            rows.append(row)
+    report.table(f"Rejection rate of k children, {32 * len(logits)} positions in {len(logits)} texts",
                  "Lower is better; `k = 8, x sequoia` compares a method's rate with sequoia's at the same "
-                 "positions, below 1 where it rejects less often.", rows)
-
-    # The likeliest 6 tokens of each position, renormalised.
-    few = []
-    decoder = decoder_for(pair, 1.0)
-    for target, draft in pieces:
-        p = scores_of(decoder, target, draft=False)
-        q = scores_of(decoder, draft, draft=True)
-        likeliest = (p.softmax(dim=1) + q.softmax(dim=1)).topk(6, dim=1).indices
-        few.append([p.gather(1, likeliest), q.gather(1, likeliest)])
-    ks = CHILDREN[:3]
-    rates = all_rejection_rates(few, ks, generator, repeats=50)
-    rates["best, independent"] = bound(least_rejection_independent, few, ks)
-    rates["best, different"] = bound(least_rejection_different, few, ks)
-    report.table("The same over 6 tokens at temperature 1; best: with independent, or different, children",
-                 "What children drawn without replacement could reach at best can be computed for so few "
-                 "tokens only.", rejection_rows({}, rates, ks, compared=(1, 4)))
+                 "positions. best: the least that is possible with independent children.", rows)
 
 
-def rejection_rows(setting, rates, ks, compared):
-    """A row for each method; rates: by method, (texts, ks). Compared with sequoia for some numbers k."""
-    rows = []
-    for name, mine in rates.items():
-        row = {**setting, "method": name}
-        for i, k in enumerate(ks):
-            row[f"k = {k}"] = float(mine[:, i].mean())
-        for k in compared:
-            i = ks.index(k)
-            row[f"k = {k}, x sequoia"] = estimate(operator.truediv, mine[:, i], rates["sequoia"][:, i])
-        rows.append(row)
-    return rows
-
-
-def all_rejection_rates(scores, ks, generator, repeats):
-    """Every method's rates, (texts, ks). With one level traversal is sequoia."""
-    return {name: rejection_rates(method, scores, ks, generator, repeats)
-            for name, method in METHODS.items() if name != "traversal"}
-
-
-def rejection_rates(method, scores, ks, generator, repeats):
-    """The chance that all of k children are rejected, for each text and k, (texts, ks): the mean over
-    positions, and over some draws of proposals and shared noise, of the product of 1 - ratio over the
-    children. scores: for each text the target's and the draft's, (positions, V)."""
-    rates = np.zeros((len(scores), len(ks)))
+def rejection_rates(method, scores, generator, repeats=2):
+    """The chance that all of k children are rejected, (texts, ks): the product of 1 - ratio over them, a mean
+    over positions and draws of proposals and shared noise. scores: each text's, of both models."""
+    rates = np.zeros((len(scores), len(CHILDREN)))
     for text, _ in itertools.product(range(len(scores)), range(repeats)):
         p, q = scores[text]
         if method.shared_noise:
-            uniform = torch.rand(p.shape, generator=generator, dtype=torch.float64, device=p.device)
-            noise = sequoia.gumbel(uniform)
-            p = p + noise
-            q = q + noise
+            noise = sequoia.gumbel(sequoia.uniform(p.shape, p.device, generator))
+            p, q = p + noise, q + noise
         P = verified(method, p)
-        tokens = method.propose(q, max(ks), generator)                                      # (rows, k)
+        tokens = method.propose(q, max(CHILDREN), generator)                                    # (rows, k)
         # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-        for i, k in enumerate(ks):
+        for i, k in enumerate(CHILDREN):
             rejected = (1 - ratios_of(method, P, q, tokens[:, :k])).prod(dim=1)
             rates[text, i] += rejected.mean().item() / repeats
     return rates
-
-
-def bound(least_rejection, scores, ks):
-    """What a rule cannot go below, (texts, ks)."""
-    rows = []
-    for p, q in scores:
-        P = p.double().softmax(dim=1)
-        Q = q.double().softmax(dim=1)
-        rows.append([least_rejection(P, Q, k) for k in ks])
-    return np.array(rows)
 
 
 # The best that any verification rule can do is a transport problem: of each set of children's chance as much
@@ -484,33 +388,17 @@ def bound(least_rejection, scores, ks):
 #     max over A of  Pr(all children in A) - P(A),          for one child the distance ||P - Q||_1 / 2.
 
 
-def least_rejection_independent(P, Q, k):
+def least_rejection(p, q, k):
     """With independent children the excess is Q(A)^k - P(A), a convex function of the point (P(A), Q(A)), so
     the best A is an extreme one: the tokens with Q / P above a threshold. The mean over (positions, V)."""
+    P, Q = p.double().softmax(dim=1), q.double().softmax(dim=1)
     order = torch.where(Q > 0, Q / P, 0).argsort(dim=1, descending=True)
     P_of_A = P.gather(1, order).cumsum(dim=1)
     Q_of_A = Q.gather(1, order).cumsum(dim=1)
     return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
 
 
-def least_rejection_different(P, Q, k):
-    """The same for children drawn without replacement, by trying all 2^V sets."""
-    V = P.shape[1]
-    P = P.cpu()
-    Q = Q.cpu()
-    member = ((torch.arange(2**V)[:, None] >> torch.arange(V)) & 1).bool()                  # (2^V, V): A
-    inside = torch.zeros(len(P), 2**V, dtype=torch.double)
-    for draws in itertools.permutations(range(V), k):
-        others = [token for token in range(V) if token not in draws]
-        # Summed from the end, as 1 - what is drawn would cancel.
-        left = Q[:, [*draws, *others]].flip(1).cumsum(dim=1).flip(1)[:, :k]
-        chance = torch.where(left > 0, Q[:, draws] / left, 1 / (V - torch.arange(k))).prod(dim=1)
-        inside += chance[:, None] * member[:, draws].all(dim=1)
-    return (inside - P @ member.T.double()).amax(dim=1).clamp(min=0).mean().item()
-
-
 # --- 5  Contenders: ways to decode a prompt, timed side by side ---------------------------------------------
-
 
 class Run(NamedTuple):
     """One prompt decoded."""
@@ -518,38 +406,56 @@ class Run(NamedTuple):
     tokens: int              # new ones
     yielded: int             # tokens that the counted steps added
     steps: int               # passes of the target: ours without the prompt's, which yields one token
-    ms_per_step: float       # median, from the end of one to the end of the next
+    stamps: list             # when each of them was over
     tree: Tree | None = None
 
 
-# Runs of one contender stand in a dictionary, by the prompt's number.
+class Runs(dict):
+    """One contender's runs, by the prompt's number. Sums are over prompts."""
+
+    def column(self, field, prompts=None):
+        return np.array([getattr(self[i], field) for i in prompts or self], dtype=float)
+
+    def tokens_per_step(self):
+        return estimate(operator.truediv, self.column("yielded"), self.column("steps"))
+
+    def ms_per_token(self):
+        return float(1e3 * self.column("seconds").sum() / self.column("tokens").sum())
+
+    def ms_per_step(self):
+        """The median, from the end of one to the end of the next."""
+        return 1e3 * float(np.median(np.concatenate([np.diff(run.stamps) for run in self.values()])))
+
+    def last_tree(self):
+        return list(self.values())[-1].tree
+
+    def over(self, other, above="tokens", below="seconds"):
+        """How many times another's speed, on the prompts that both decoded; or its tokens per step."""
+        both = sorted(self.keys() & other.keys())
+        columns = [runs.column(name, both) for runs in (self, other) for name in (above, below)]
+        return estimate(lambda a, b, c, d: a / b / (c / d), *columns)
+
+    def gain_over(self, other):
+        """How many per cent more tokens per step."""
+        ratio = self.over(other, "yielded", "steps")
+        return Estimate(100 * (ratio.value - 1), 100 * ratio.half)
 
 
 class Ours:
-    """This project's decoding as a contender, with a Decoder that is kept from prompt to prompt."""
+    """This project's decoding, with a Decoder kept from prompt to prompt; share: of the tokens, if slow."""
 
-    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, **kwargs):
-        self.target = pair.fast[0]
-        self.temperature = temperature
-        self.measures = tree == "auto"
-        # A planner measures for its first thirty steps or so.
-        self.warm_up = 128 if self.measures else 16
+    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, share=1, **kwargs):
+        self.target, self.temperature = pair.fast[0], temperature
+        self.share, self.measures = share, tree == "auto"
         self.decoder = sequoia.Decoder(self.target, draft or pair.fast[1], tree, method, **kwargs)
 
     def __call__(self, prompt, new_tokens):
-        steps = []
-        stamps = []
-
-        def on_step(step):
-            steps.append(step)
-            stamps.append(time.perf_counter())
-
-        self.decoder.on_step = on_step
+        new_tokens, steps, stamps = math.ceil(new_tokens * self.share), [], []
+        self.decoder.on_step = lambda step: (steps.append(step), stamps.append(time.perf_counter()))
         seconds, text = timed(lambda: self.target.generate(
             prompt, custom_generate=self.decoder, **sampling(prompt, self.temperature, new_tokens)))
         yielded = sum(len(step.tokens) for step in steps)
-        new = text.shape[1] - prompt.shape[1]
-        return Run(seconds, new, yielded, len(steps), step_time(stamps), steps[-1].tree)
+        return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps), stamps, steps[-1].tree)
 
     def learn(self, prompts, args):
         """Decodes prompts for what they show its planner, which it returns."""
@@ -566,63 +472,33 @@ class Theirs:
     """One of transformers' own ways to decode; assistant: the settings of assisted generation."""
 
     def __init__(self, pair, temperature, assistant=None, **kwargs):
-        self.pair = pair
-        self.temperature = temperature
+        self.pair, self.temperature = pair, temperature
         self.assistant = assistant or {}
-        self.kwargs = kwargs
-        self.warm_up = 16
-        if assistant:
-            self.kwargs["assistant_model"] = pair.draft
+        self.kwargs = {**kwargs, "assistant_model": pair.draft} if assistant else kwargs
 
     def __call__(self, prompt, new_tokens):
         for name, value in self.assistant.items():
             setattr(self.pair.draft.generation_config, name, value)
-        stamps = []
-        target = self.pair.target
+        target, stamps = self.pair.target, []
         with target.register_forward_hook(lambda *_: stamps.append(time.perf_counter())):
             seconds, text = timed(lambda: target.generate(
                 prompt, **sampling(prompt, self.temperature, new_tokens), **self.kwargs))
         new = text.shape[1] - prompt.shape[1]
         # The pass over the prompt also scores the first candidates.
-        return Run(seconds, new, new, len(stamps), step_time(stamps))
-
-
-class Shorter:
-    """A contender that is too slow for so many tokens as the others."""
-
-    def __init__(self, contender, tokens):
-        self.contender = contender
-        self.tokens = tokens
-        self.warm_up = 8
-
-    def __call__(self, prompt, new_tokens):
-        return self.contender(prompt, min(self.tokens, new_tokens))
-
-
-def step_time(stamps):
-    return 1e3 * float(np.median(np.diff(stamps))) if len(stamps) > 1 else 0.0
-
-
-def learnt_rates(pair, temperature, prompts, args):
-    """Acceptance rates, (levels, ranks), as a tree of 32 nodes shows them."""
-    return Ours(pair, temperature, (32, 8)).learn(prompts, args).rates()
-
-
-# On how many of the prompts transformers' own methods run, evenly spaced: they are slow.
-PEERS = 40
+        return Run(seconds, new, new, len(stamps), stamps)
 
 
 def interleave(contenders, prompts, args, label):
     """Every contender on every prompt, transformers' on PEERS of them, taking turns: their runs by name. A
     short run of each comes first, to warm up. All have the same seed on the same prompt."""
     for contender in contenders.values():
-        contender(prompts[0], contender.warm_up)
+        # A planner measures for its first forty steps or so.
+        contender(prompts[0], 128 if getattr(contender, "measures", False) else 16)
     names = list(contenders)
-    runs = {name: {} for name in names}
+    runs = {name: Runs() for name in names}
     every = max(1, len(prompts) // PEERS)
     for i, prompt in enumerate(progress(prompts, label)):
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             if isinstance(contenders[name], Theirs) and i % every:
                 continue
             torch.manual_seed(i)
@@ -630,48 +506,10 @@ def interleave(contenders, prompts, args, label):
     return runs
 
 
-def column(runs, field, prompts):
-    return np.array([getattr(runs[i], field) for i in prompts], dtype=float)
-
-
-def tokens_per_step(runs):
-    """All tokens over all steps."""
-    return estimate(operator.truediv, column(runs, "yielded", runs), column(runs, "steps", runs))
-
-
-def ms_per_token(runs):
-    """All time over all tokens."""
-    return float(1e3 * column(runs, "seconds", runs).sum() / column(runs, "tokens", runs).sum())
-
-
-def times_as_fast(slow, fast):
-    return compared(slow, fast, "seconds", "tokens")
-
-
-def times_the_tokens(more, fewer):
-    return compared(more, fewer, "yielded", "steps")
-
-
-def compared(first, second, above, below):
-    """The first's `above` a `below` over the second's, on the prompts that both decoded."""
-    both = sorted(first.keys() & second.keys())
-    columns = [column(runs, field, both) for runs in (first, second) for field in (above, below)]
-    return estimate(lambda a, b, c, d: a / b / (c / d), *columns)
-
-
-def ms_per_step(runs):
-    return float(np.median(column(runs, "ms_per_step", runs)))
-
-
-def last_tree(runs):
-    return list(runs.values())[-1].tree
-
-
 def fastest(variants, prompts, args):
     """A small sweep: the variant that takes the least time per token over the first two prompts."""
-    few = prompts[: 1 if args.quick or args.synthetic else 2]
-    runs = interleave(variants, few, args, "settings")
-    best = min(variants, key=lambda name: ms_per_token(runs[name]))
+    runs = interleave(variants, prompts[: 1 if args.quick or args.synthetic else 2], args, "settings")
+    best = min(variants, key=lambda name: runs[name].ms_per_token())
     return {best: variants[best]}
 
 
@@ -680,12 +518,10 @@ def fastest(variants, prompts, args):
 # On the same trees, with the same tokens and the same scores of both models. What each would yield is not
 # drawn but computed, and so exact for the tree at hand; only the texts and the proposals are samples.
 
-
 def expected_of_walk(layout, tokens, P, q):
     """The tokens that a walk yields on average: the chances to reach each node, summed. P, q: (size, V)."""
     exists = layout.children >= 0                                                           # (size, ranks)
-    children = torch.where(exists, tokens[layout.children], -1)
-    chances = in_turn(ratios_of(METHODS["sequoia"], P, q, children))
+    chances = in_turn(ratios_of(METHODS["sequoia"], P, q, torch.where(exists, tokens[layout.children], -1)))
     accepted = torch.ones_like(P[:, 0])
     accepted[layout.children[exists]] = chances[exists]
     return torch.where(layout.mask[:-1, :-1], accepted, 1).prod(dim=1).sum().item()
@@ -705,7 +541,7 @@ EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}
 class Onlooker(sequoia.Method):
     """A method that decodes like its leader, and notes what each of EXPECTED says of every step."""
     leader: sequoia.Method = None
-    expected: list = field(default_factory=list)
+    expected: list = None
 
     def verify_tree(self, layout, tokens, target_scores, q, *rest):
         P = target_scores(slice(len(q))).softmax(dim=1)                                     # (size, V)
@@ -715,39 +551,35 @@ class Onlooker(sequoia.Method):
 
 def traversal(args, report):
     """Expected tokens per step of both on the same trees, by tree size and temperature."""
-    pair = pair_of(args)
-    prompts = texts(args, 2 * args.count, 128)
+    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
     rows = []
     for temperature in args.temperatures:
         # The rates are learnt from every other prompt.
-        rates = learnt_rates(pair, temperature, prompts[1::2], args)
+        rates = Ours(pair, temperature, (32, 8)).learn(prompts[1::2], args).rates()
         for size in (8, 48) if args.quick else (8, 16, 32, 64, 128, 256):
             tree = optimal_tree(rates, size, min(size, 16))
             steps, walk, upward = traversal_sums(pair, temperature, tree, prompts[::2], args)
-            gain = estimate(operator.truediv, upward, walk)
+            gain = estimate(lambda upward, walk: 100 * (upward / walk - 1), upward, walk)
             rows.append({"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth,
                          "steps": int(steps.sum()), "sequoia": float(walk.sum() / steps.sum()),
-                         "traversal": float(upward.sum() / steps.sum()), "gain, %": percent_more(gain)})
+                         "traversal": float(upward.sum() / steps.sum()), "gain, %": gain})
     report.table(f"Tokens per step on the same trees, {args.count} prompts",
                  "`gain` is what verifying from the leaves adds to the tokens of a walk; what it adds to a "
                  "step's time is not in it. An interval that contains 0 shows no gain.", rows)
     if args.save:
-        temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
         for axis, _ in report.panels("traversal", [{}]):
             axis.axhline(0, color=BLACK, linewidth=1)
-            for i, temperature in enumerate(temperatures):
-                mine = [row for row in rows if row["temperature"] == temperature]
-                shade = pyplot().get_cmap("viridis_r")(0.2 + 0.7 * i / len(temperatures))
+            for i, temperature in enumerate(args.temperatures):
+                mine = [row for row in rows if row["temperature"] == f"{temperature:g}"]
+                shade = pyplot().get_cmap("viridis_r")(0.2 + 0.7 * i / len(args.temperatures))
                 draw_by_size(axis, mine, "gain, %", shade, label=named(temperature), shift=0.1 * (i - 1))
             axis.set_ylabel("more tokens per step\nthan sequoia, %")
 
 
 def traversal_sums(pair, temperature, tree, prompts, args):
     """By prompt the number of steps and what each of EXPECTED says of them, summed: (prompts,) each."""
-    expected = []
-    contenders = []
-    for name in EXPECTED:
-        leader = METHODS[name]
+    expected, contenders = [], []
+    for leader in map(METHODS.get, EXPECTED):
         onlooker = Onlooker(leader.propose, leader.ratios, leader=leader, expected=expected)
         contenders.append(Ours(pair, temperature, tree, onlooker, cuda_graph=False))
     sums = []
@@ -763,45 +595,34 @@ def traversal_sums(pair, temperature, tree, prompts, args):
 
 # --- 7  scaling: tokens per step by tree size (section 5.2) -------------------------------------------------
 
-
 def scaling(args, report):
     """Tokens per step in real decoding: the optimal tree against k sequences verified by SpecInfer."""
-    pair = pair_of(args)
-    prompts = texts(args, 2 * args.count, 128)
+    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
     sizes = [2**i for i in range(3, 7 if args.quick else 10)]
     rows = []
-    growth = []
     for temperature in args.temperatures:
         # The rates are learnt from every other prompt.
-        rates = learnt_rates(pair, temperature, prompts[1::2], args)
-        optimal = []
+        rates = Ours(pair, temperature, (32, 8)).learn(prompts[1::2], args).rates()
         for size in progress(sizes, named(temperature)):
             shapes = sequences_within(size)
             k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
             tree = optimal_tree(rates, size, min(size, 16))
             contenders = {"sequoia": Ours(pair, temperature, tree),
-                          "k": Ours(pair, temperature, shapes[k], "specinfer")}
+                          "k sequences": Ours(pair, temperature, shapes[k], "specinfer")}
             if 16 in shapes:
-                contenders[16] = Ours(pair, temperature, shapes[16], "specinfer")
+                contenders["16 sequences"] = Ours(pair, temperature, shapes[16], "specinfer")
             runs = interleave(contenders, prompts[::2], args, f"{size} nodes")
-            optimal.append(runs["sequoia"])
-            row = {"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth,
-                   "expected": expected_tokens(tree, rates), "sequoia": tokens_per_step(runs["sequoia"]),
-                   "k sequences": tokens_per_step(runs["k"]), "best k": k,
-                   "gain, %": percent_more(times_the_tokens(runs["sequoia"], runs["k"])),
-                   "16 sequences": None, "gain over 16, %": None}
-            if 16 in shapes:
-                row["16 sequences"] = tokens_per_step(runs[16])
-                row["gain over 16, %"] = percent_more(times_the_tokens(runs["sequoia"], runs[16]))
+            mine = runs["sequoia"]
+            row = {"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth, "best k": k,
+                   "expected": expected_tokens(tree, rates), "sequoia": mine.tokens_per_step()}
+            for name, gain in (("k sequences", "gain, %"), ("16 sequences", "gain over 16, %")):
+                row[name] = runs[name].tokens_per_step() if name in runs else None
+                row[gain] = mine.gain_over(runs[name]) if name in runs else None
             rows.append(row)
-        growth.append({"temperature": f"{temperature:g}", "tokens more": growth_by_doubling(sizes, optimal)})
     report.table(f"Tokens per step at equal size, {args.count} prompts",
                  "`gain`: what the optimal tree yields beyond k sequences of the same size, with SpecInfer's "
                  "test; best k: of 1, 2, 4, ... 32 by expected tokens. The paper has 33% more than 16 "
                  "sequences at 512 nodes.", rows)
-    report.table("What every doubling of the tree adds to a step",
-                 "A straight line through tokens against the logarithm of the size: tokens that cost a "
-                 "pass over twice as many nodes.", growth)
     if args.save:
         styles = {"sequoia": "-", "k sequences": "-", "16 sequences": ":"}
         for axis, mine in report.panels("scaling", rows):
@@ -810,22 +631,13 @@ def scaling(args, report):
             axis.set_ylabel("tokens per step")
 
 
-def growth_by_doubling(sizes, runs):
-    """The slope of tokens per step against log2 of the size; runs: for each size."""
-    tokens = np.stack([column(mine, "yielded", mine) for mine in runs], axis=1)         # (prompts, sizes)
-    steps = np.stack([column(mine, "steps", mine) for mine in runs], axis=1)
-    return estimate(lambda tokens, steps: np.polyfit(np.log2(sizes), tokens / steps, 1)[0], tokens, steps)
-
-
 # --- 8  speed: side by side with transformers (section 5.1, Table 1) ----------------------------------------
-
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
     if args.synthetic:
         return synthetic_speed(args, report)
-    pair = pair_of(args)
-    prompts = texts(args, args.count, 128)
+    pair, prompts = pair_of(args), texts(args, args.count, 128)
     report.say(f"Target {args.target}, draft {args.draft}, {args.dtype}.")
     for temperature in args.temperatures:
         contest(prompts, temperature, args, report, contenders_for(pair, prompts, temperature, args))
@@ -850,12 +662,6 @@ def contenders_for(pair, prompts, temperature, args):
     return taking_part
 
 
-# What a planner's choice, and a table of speeds, depends on.
-TWO_CORES = ("Two cores do about ten times as many multiplications as they read weights in a second, a GPU "
-             "three hundred: on two cores t(n) rises from few nodes on, and a short sequence can be as good "
-             "as a tree.")
-
-
 def contest(prompts, temperature, args, report, contenders):
     """A table of all contenders on all prompts. Returns the runs by name."""
     runs = interleave(contenders, prompts, args, named(temperature))
@@ -863,17 +669,15 @@ def contest(prompts, temperature, args, report, contenders):
     rows = []
     for (name, setting), mine in runs.items():
         if setting == "auto":
-            tree = last_tree(mine)
+            tree = mine.last_tree()
             setting = f"auto {tree.size}x{tree.depth}"
         row = {"temperature": f"{temperature:g}", "method": name, "setting": setting, "prompts": len(mine),
-               "tokens/step": tokens_per_step(mine).value, "ms/token": ms_per_token(mine)}
-        for peer in ("generate", "assisted", "plain"):
-            row[f"x {peer}"] = times_as_fast(by_name[peer], mine)
+               "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token()}
+        row |= {f"x {peer}": mine.over(by_name[peer]) for peer in ("generate", "assisted", "plain")}
         rows.append(row)
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
-                 f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels; sequences: "
-                 "number of length",
-                 f"`x plain` is the speed against the same code without a tree, on the same prompts; where "
+                 f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels",
+                 "`x plain` is the speed against the same code without a tree, on the same prompts; where "
                  f"intervals overlap, who leads is open. {TWO_CORES}", rows)
     return by_name
 
@@ -885,7 +689,6 @@ def contest(prompts, temperature, args, report, contenders):
 # weighs the more the two agree, so its share is set, by bisection, to the paper's tokens per step. Every
 # product is done; the text is noise.
 
-# Hidden, intermediate, layers, heads, key-value heads, head_dim, vocabulary.
 SHAPES = {
     "7b": (4096, 11008, 32, 32, 32, 128, 32000), "68m": (768, 3072, 2, 12, 12, 64, 32000),
     "1b": (2048, 5632, 22, 32, 4, 64, 32000), "33b": (6656, 17920, 60, 52, 52, 128, 32000),
@@ -922,19 +725,13 @@ class SyntheticPair(Pair):
 
     def tune(self, temperature, size, depth, wanted):
         """Finds the share with which the optimal tree yields `wanted` tokens. Returns what it does yield."""
-        low = np.log(0.1)
-        high = np.log(10)
-        seen = []
-        for _ in progress(range(8), f"matching {wanted} tokens per step"):
-            middle = (low + high) / 2
+        middle, seen = 0.0, []
+        for half in progress([2.0**-i for i in range(1, 9)], f"matching {wanted} tokens per step"):
             self.set_share(float(np.exp(middle)))
             rates = self.acceptance_rates(temperature)
             expected = expected_tokens(optimal_tree(rates, size, depth), rates)
-            if expected < wanted:
-                low = middle
-            else:
-                high = middle
             seen.append((abs(expected - wanted), middle, expected))
+            middle += half * math.copysign(math.log(10), wanted - expected)
         _, nearest, expected = min(seen)
         self.set_share(float(np.exp(nearest)))
         return expected
@@ -949,38 +746,23 @@ class SyntheticPair(Pair):
         target = torch.stack(output.logits, dim=1).float().flatten(0, 1)                    # (rows * new, V)
         draft = self.draft(output.sequences).logits[:, prompt - 1 : -1].float().flatten(0, 1)
         decoder = decoder_for(self, temperature)
-        p = scores_of(decoder, target, draft=False)
-        q = scores_of(decoder, draft, draft=True)
-        # What the Decoder was set to: sequoia, or greedy.
+        p, q = scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True)
         method = decoder.method
         ratios = ratios_of(method, verified(method, p), q, method.propose(q, 32))           # (rows * new, k)
         return in_turn(ratios).mean(dim=0).cpu().numpy()
 
 
 def random_llama(shape, args, device):
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = shape
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, tie_word_embeddings=False,
-        max_position_embeddings=2048, initializer_range=hidden**-0.5)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "vocab_size")
+    config = LlamaConfig(**dict(zip(names, shape)), tie_word_embeddings=False, max_position_embeddings=2048,
+                         initializer_range=shape[0] ** -0.5)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
     for layer in model.model.layers:
         # Attention to few tokens, as in trained models.
         layer.self_attn.q_proj.weight.data.mul_(3)
     return model
-
-
-class Reading:
-    """A plain read of as many bytes as the target's weights, as a contender: no step can be faster."""
-    warm_up = 1
-
-    def __init__(self, size, device):
-        self.buffer = torch.ones(size // 4, device=device)
-
-    def __call__(self, *_):
-        seconds = float(np.median([timed(self.buffer.sum)[0] for _ in range(7)]))
-        return Run(seconds, 1, 1, 1, 1e3 * seconds)
 
 
 def synthetic_speed(args, report):
@@ -990,8 +772,14 @@ def synthetic_speed(args, report):
     pair = SyntheticPair(*(random_llama(shape, args, args.device) for shape in shapes))
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
     # A pass reads all weights but the input embedding, of which it takes a few rows.
-    weights = bytes_of(pair.target) - bytes_of(pair.target.get_input_embeddings())
-    reading = Reading(weights, args.device)
+    read = set(pair.target.parameters()) - {pair.target.get_input_embeddings().weight}
+    weights = sum(weight.nbytes for weight in read)
+    buffer = torch.ones(weights // 4, device=args.device)
+
+    def reading(*_):
+        seconds = float(np.median([timed(buffer.sum)[0] for _ in range(7)]))
+        return Run(seconds, 1, 1, 1, [0.0, seconds])
+
     floor = reading().seconds
     report.say(f"Synthetic pair {args.synthetic}, {args.dtype}. To read the target's "
                f"{weights / 1e9:.3f} GB takes {1e3 * floor:.2f} ms ({weights / floor / 1e9:.0f} GB/s).")
@@ -1011,27 +799,17 @@ def synthetic_speed(args, report):
         for name in ("plain", "sequoia", "paper's tree"):
             parts = split_step(pair, temperature, prompts[0], args, runs, name)
             splits.append({"temperature": f"{temperature:g}", "method": name, **parts})
-    report.table("A step's time in ms (rest: proposals, masks, Python), and the share of the memory's speed "
-                 "reached",
-                 "Medians of one run's steps: where a step's time goes, and how much longer it is than a "
-                 "plain one, which its tokens must make up for.", splits)
-
-
-def bytes_of(module):
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
-PARTS = ("target", "draft", "verify", "moves", "rest")
+    report.table("A step's time in ms, and the share of the memory's speed reached",
+                 "Medians of one run: where the time goes (rest: proposals, masks, Python), and how many "
+                 "plain steps a step costs, which its tokens must make up for.", splits)
 
 
 def split_step(pair, temperature, prompt, args, runs, name):
     """The parts of a step, in ms: medians over a run with a clock around each part. On a GPU, where a step is
     one graph, that run is without it and the parts are timed as graphs of their own."""
-    tree = last_tree(runs[name])
+    tree = runs[name].last_tree()
     mine = Ours(pair, temperature, tree)
-    spent = Counter()
-    rows = []
-    start = None
+    spent, rows, start = Counter(), [], None
 
     def clock(part, function):
         def clocked(self, *arguments):
@@ -1050,84 +828,72 @@ def split_step(pair, temperature, prompt, args, runs, name):
     def on_step(step):
         nonlocal start
         now = time.perf_counter()
-        # The first step warms up.
         if start is not None:
             rows.append({**spent, "rest": 1e3 * (now - start) - spent.total()})
         start = now
         spent.clear()
 
     mine.decoder.on_step = on_step
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, part in (
-                (sequoia.CachedModel, "score", None), (sequoia.CachedModel, "move", "moves"),
-                (sequoia.Method, "verify_tree", "verify"), (sequoia.Greedy, "verify_tree", "verify")):
-            patch = mock.patch.object(owner, attribute, clock(part, getattr(owner, attribute)))
-            stack.enter_context(patch)
-        stack.enter_context(mock.patch.object(sequoia.Decoder, "replay", sequoia.Decoder.program))
+    model, greedy = sequoia.CachedModel, sequoia.Greedy
+    with (mock.patch.multiple(model, score=clock(None, model.score), move=clock("moves", model.move)),
+          mock.patch.object(sequoia.Method, "verify_tree", clock("verify", sequoia.Method.verify_tree)),
+          mock.patch.object(greedy, "verify_tree", clock("verify", greedy.verify_tree)),
+          mock.patch.object(sequoia.Decoder, "replay", sequoia.Decoder.program)):
         how = sampling(prompt, temperature, args.new_tokens)
         mine.target.generate(prompt, custom_generate=mine.decoder, **how)
-    parts = {part: float(np.median([row.get(part, 0.0) for row in rows])) for part in PARTS}
-    whole = ms_per_step(runs[name])
+    parts = {part: float(np.median([row.get(part, 0.0) for row in rows]))
+             for part in ("target", "draft", "verify", "moves", "rest")}
+    whole = runs[name].ms_per_step()
     # On a GPU what is beside the graphs is not in the one graph.
     if args.device != "cpu":
         parts["rest"] = whole - sum(list(parts.values())[:-1])
     return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts,
-            "floor / step": ms_per_step(runs["floor"]) / whole,
-            "x plain step": whole / ms_per_step(runs["plain"])}
+            "floor / step": runs["floor"].ms_per_step() / whole,
+            "x plain step": whole / runs["plain"].ms_per_step()}
 
 
 # --- 10  planner: promised and achieved (section 4) ---------------------------------------------------------
 
-
 def planner(args, report):
     """The planned tree and eleven others, predicted and measured; and what a useless draft costs. All decode
     with gumbel, so that all write the same texts: what differs is the trees."""
-    pair = pair_of(args)
-    prompts = texts(args, 2 * args.count, 128)
+    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
     torch.manual_seed(0)
     useless = AutoModelForCausalLM.from_config(pair.draft.config, dtype=pair.draft.dtype)
     useless = sequoia.pack(useless.to(args.device).eval())
-    rows = []
-    choices = []
-    times = []
+    rows, choices, times = [], [], []
     for temperature in args.temperatures:
         mine = functools.partial(Ours, pair, temperature, method="gumbel")
         auto = mine("auto")
         learnt = auto.learn(prompts[1::2], args)
-        rates = learnt.rates()
-        latency = learnt.latency()
+        rates, latency = learnt.rates(), learnt.latency()
         chosen = sequoia.plan(rates, latency).tree
         trees = trees_around(chosen, rates, latency)
         contenders = {"plain": mine(PLAIN), "auto": auto, "useless": mine("auto", draft=useless)}
         contenders |= {name: mine(tree) for name, tree in trees.items()}
         runs = interleave(contenders, prompts[::2], args, f"trees, {named(temperature)}")
-        planned = "plain"
         for name, tree in trees.items():
-            if tree == chosen:
-                planned = name
             tokens = expected_tokens(tree, rates)
             promised = tokens * latency.t[0] / latency.of_step(tree.size, tree.depth)
-            rows.append({"temperature": f"{temperature:g}", "tree": name,
-                         "planned": "<--" if tree == chosen else "",
-                         "tokens/step, predicted": tokens, "achieved": tokens_per_step(runs[name]),
-                         "x plain, predicted": float(promised),
-                         "x plain": times_as_fast(runs["plain"], runs[name])})
-        best = min(trees, key=lambda name: ms_per_token(runs[name]))
+            rows.append({"temperature": f"{temperature:g}", "tree": name, "planned": "<--" * (tree == chosen),
+                         "tokens/step, predicted": tokens, "achieved": runs[name].tokens_per_step(),
+                         "x plain, predicted": float(promised), "x plain": runs[name].over(runs["plain"])})
+        best = min(trees, key=lambda name: runs[name].ms_per_token())
+        planned = next((name for name, tree in trees.items() if tree == chosen), "plain")
         choices.append({"temperature": f"{temperature:g}", "planned": planned, "best": best,
-                        "planned / best": times_as_fast(runs[best], runs[planned]),
-                        "auto / best": times_as_fast(runs[best], runs["auto"]),
-                        "auto, x plain": times_as_fast(runs["plain"], runs["auto"]),
-                        "useless, x plain": times_as_fast(runs["plain"], runs["useless"])})
+                        "planned / best": runs[planned].over(runs[best]),
+                        "auto / best": runs["auto"].over(runs[best]),
+                        "auto, x plain": runs["auto"].over(runs["plain"]),
+                        "useless, x plain": runs["useless"].over(runs["plain"])})
         for size, seconds in zip(latency.sizes, latency.t):
             times.append({"temperature": f"{temperature:g}", "nodes": size, "ms": 1e3 * seconds,
                           "x one node": seconds / latency.t[0], "draft pass c, ms": 1e3 * latency.c})
     report.table(f"Predicted and achieved, {args.count} prompts",
-                 "A plan promises what it was computed from, rates and times of other prompts; trees whose "
-                 "intervals overlap are equally good as far as this shows.", rows)
-    report.table("The planned tree's speed against the best; auto: a Decoder that may change its tree; "
-                 "useless: with a random draft",
-                 "Near 1 the planner has found as good a tree as any of the twelve. The best is chosen by "
-                 "these same runs, which flatters it.", choices)
+                 "A plan promises what it was computed from, rates and times of other prompts; where "
+                 "intervals overlap, who leads is open.", rows)
+    report.table("The planned tree's speed against the best",
+                 "Near 1 the planner has found as good a tree as any of the twelve; the same runs choose the "
+                 "best, which flatters it. auto: the tree may change; useless: a random draft.", choices)
     report.table("t(n), a step without its draft passes, and c, as measured while decoding", TWO_CORES, times)
     if args.save:
         for axis, mine in report.panels("planner", rows, height=6.5):
@@ -1137,8 +903,8 @@ def planner(args, report):
 def draw_promises(axis, rows):
     """A line for each tree: what was promised, a ring, and what was achieved, a point with its interval."""
     lines = range(len(rows))
-    axis.plot([row["x plain, predicted"] for row in rows], lines, "o", markersize=9, markerfacecolor="none",
-              markeredgewidth=1.5, color=BLACK, label="predicted")
+    axis.plot([row["x plain, predicted"] for row in rows], lines, "o", markersize=9, fillstyle="none",
+              color=BLACK, label="predicted")
     achieved, halves = zip(*(row["x plain"] for row in rows))
     axis.errorbar(achieved, lines, xerr=halves, fmt="o", markersize=6, capsize=3, elinewidth=1.5,
                   color=COLOURS["sequoia"], label="achieved")
@@ -1154,26 +920,20 @@ def draw_promises(axis, rows):
 def trees_around(chosen, rates, latency):
     """The planned tree, eight near it, and three of sequences, by name."""
     size, depth = (chosen.size, chosen.depth) if chosen.size > 1 else (8, 4)
-    distance = {}
-    if chosen.size > 1:
-        distance[chosen] = 0.0
+    distance = {chosen: 0.0} if chosen.size > 1 else {}
     for n in {max(2, round(size * 2 ** (i / 2))) for i in range(-4, 5)}:
         for d in range(max(2, depth - 2), depth + 3):
-            most = sum(rates.shape[1] ** level for level in range(d))
-            if d <= n <= min(latency.sizes[-1], most):
+            if d <= n <= min(latency.sizes[-1], sum(rates.shape[1] ** level for level in range(d))):
                 tree = optimal_tree(rates, n, d)
                 distance.setdefault(tree, abs(math.log2(n / size)) + 0.8 * abs(tree.depth - depth))
-    near = sorted(distance, key=distance.get)[:9]
-    trees = {}
-    for tree in sorted(near, key=lambda tree: (tree.size, tree.depth)):
-        trees[f"{tree.size}x{tree.depth}"] = tree
+    near = sorted(sorted(distance, key=distance.get)[:9], key=lambda tree: (tree.size, tree.depth))
+    trees = {f"{tree.size}x{tree.depth}": tree for tree in near}
     for k, length in ((1, 3), (2, 4), (4, 4)):
-        trees[f"sequences, {k} of {length}"] = sequences(k, length)
+        trees[f"{sequoia.counted(k, 'sequence')} of {length}"] = sequences(k, length)
     return trees
 
 
 # --- 11  offload: a target that streams from host memory (section 5.1, Table 2) -----------------------------
-
 
 def offload(args, report):
     """Seconds per step and per token of a target whose layers stay in host memory."""
@@ -1181,7 +941,7 @@ def offload(args, report):
     name = "1b" if args.device == "cpu" else "33b"
     count = args.layers or (4 if args.quick else SHAPES[name][2])
     target = random_llama((*SHAPES[name][:2], count, *SHAPES[name][3:]), args, "cpu")
-    layer = bytes_of(target.model.layers[0])
+    layer = sum(p.nbytes for p in target.model.layers[0].parameters())
     pair = SyntheticPair(sequoia.offload(target, args.device), random_llama(SHAPES["68m"], args, args.device))
     # How much the two have in common.
     pair.set_share(8.0)
@@ -1195,18 +955,16 @@ def offload(args, report):
     rows = []
     for temperature in args.temperatures:
         mine = functools.partial(Ours, pair, temperature)
-        few = max(8, args.new_tokens // 4)
-        contenders = {"no tree": Shorter(mine(PLAIN), few), "auto": mine("auto"),
+        contenders = {"no tree": mine(PLAIN, share=1 / 4), "auto": mine("auto"),
                       "5 sequences of 8": mine(sequences(5, 8), "specinfer"),
-                      "16 sequences of 48": Shorter(mine(sequences(16, 48), "specinfer"), few)}
+                      "16 sequences of 48": mine(sequences(16, 48), "specinfer", share=1 / 4)}
         runs = interleave(contenders, prompts, args, named(temperature))
         for name, found in runs.items():
-            tree = last_tree(found)
-            step = ms_per_step(found) / 1e3
+            tree, step = found.last_tree(), found.ms_per_step() / 1e3
             rows.append({"temperature": f"{temperature:g}", "tree": name, "nodes": tree.size,
-                         "levels": tree.depth, "tokens/step": tokens_per_step(found).value, "s/step": step,
-                         "s/token": ms_per_token(found) / 1e3, "copying / step": copying / step,
-                         "x no tree": times_as_fast(runs["no tree"], found)})
+                         "levels": tree.depth, "tokens/step": found.tokens_per_step().value, "s/step": step,
+                         "s/token": found.ms_per_token() / 1e3, "copying / step": copying / step,
+                         "x no tree": found.over(runs["no tree"])})
     report.table(f"Steps of a target that streams, {args.count} prompts",
                  "The nearer `copying / step` is to 1, the less a larger tree costs; on a CPU, which only "
                  "shows the mechanism, computing takes as long as copying or longer.", rows)
@@ -1218,40 +976,29 @@ def offload(args, report):
 
 COMMANDS = {command.__name__: command for command in (
     trees, speed, planner, verification, traversal, scaling, offload)}
-
-
-class Amount(NamedTuple):
-    """How much a command measures unless told."""
-    count: int
-    new_tokens: int
-    temperatures: list
-
-
-# Usually, and with --quick.
+# Prompts, new tokens of each, temperatures; and the same with --quick.
 DEFAULTS = {
-    "trees": (Amount(0, 0, []), Amount(0, 0, [])),
-    "speed": (Amount(120, 128, [0.0, 0.6]), Amount(4, 64, [0.0, 0.6])),
-    "speed --synthetic": (Amount(3, 128, [0.0]), Amount(2, 64, [0.0])),
-    "planner": (Amount(80, 64, [0.0, 0.6]), Amount(4, 64, [0.0, 0.6])),
-    "verification": (Amount(24, 0, [0.2, 0.6, 1.0]), Amount(3, 0, [0.6, 1.0])),
-    "traversal": (Amount(16, 64, [0.2, 0.6, 1.0]), Amount(3, 64, [0.6, 1.0])),
-    "scaling": (Amount(28, 64, [0.0, 0.6]), Amount(4, 64, [0.0, 0.6])),
-    "offload": (Amount(6, 64, [0.6]), Amount(2, 32, [0.6]))}
+    "trees": ((0, 0, []), (0, 0, [])),
+    "speed": ((120, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "speed --synthetic": ((3, 128, [0.0]), (2, 64, [0.0])),
+    "planner": ((80, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "verification": ((24, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
+    "traversal": ((16, 64, [0.2, 0.6, 1.0]), (3, 64, [0.6, 1.0])),
+    "scaling": ((28, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "offload": ((6, 64, [0.6]), (2, 32, [0.6]))}
 
 
 def jobs(device, quick):
     """What `all` does, in its order."""
-    pair = "1b-68m" if device == "cpu" else "7b-68m"
-    if quick:
-        pair = "tiny"
+    full = "1b-68m" if device == "cpu" else "7b-68m"
+    pair = "tiny" if quick else full
     return [f"{command} {pair}" if "--" in command else command for command in DEFAULTS]
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    tiny = os.path.relpath(sequoia.TINY)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add, tiny = parser.add_argument, os.path.relpath(sequoia.TINY)
     add("command", choices=[*COMMANDS, "all"])
     add("--target", default=f"{tiny}/target", help="a folder or hub name (the bundled target)")
     add("--draft", default=f"{tiny}/draft", help="the draft's (the bundled one)")
@@ -1261,22 +1008,17 @@ def arguments(argv):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(a GPU, if any)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; others for some commands)")
-    add("--count", type=int, metavar="N", help=f"prompts (120; others for some commands); transformers' own "
-        f"methods take about {PEERS} of them")
+    add("--count", type=int, metavar="N", help=f"prompts (120; others for some; transformers': {PEERS})")
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; others for some commands)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed: a random pair of these shapes, tuned")
     add("--layers", type=int, metavar="N", help="offload: of the target (22; 60 on a GPU; 4 with --quick)")
     args = parser.parse_args(argv)
-    if args.dtype is None:
-        good = args.device != "cpu" or torch.bfloat16 in sequoia.packable_dtypes()
-        args.dtype = "bfloat16" if good else "float32"
-    args.offload = False
-    if args.command == "all":
-        args.save = True
-        return args
-    amount = DEFAULTS["speed --synthetic" if args.synthetic else args.command][args.quick]
-    for name, value in amount._asdict().items():
+    good = args.device != "cpu" or torch.bfloat16 in sequoia.packable_dtypes()
+    args.dtype = args.dtype or ("bfloat16" if good else "float32")
+    args.offload, args.save = False, args.save or args.command == "all"
+    defaults = DEFAULTS.get("speed --synthetic" if args.synthetic else args.command, ((), ()))[args.quick]
+    for name, value in zip(("count", "new_tokens", "temperatures"), defaults):
         setattr(args, name, getattr(args, name) or value)
     return args
 
@@ -1285,9 +1027,7 @@ def main():
     args = arguments(sys.argv[1:])
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    options = [word for word in sys.argv[1:] if word not in (args.command, "--save")]
-    if args.save:
-        options.append("--save")
+    options = [word for word in sys.argv[1:] if word not in (args.command, "--save")] + ["--save"] * args.save
     try:
         if args.save:
             pyplot()
@@ -1295,6 +1035,7 @@ def main():
             words = [*command.split(), *options]
             mine = arguments(words)
             report = Report(words)
+            report.folder.mkdir(parents=True, exist_ok=True)
             print(f"\n## python bench.py {report.command}", flush=True)
             seconds, _ = timed(lambda: COMMANDS[mine.command](mine, report))
             if args.save:
