@@ -1330,7 +1330,7 @@ class Plan(NamedTuple):
 
 
 def plan(rates, latency):
-    """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), up to 2%, over sizes up to
+    """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), up to 1%, over sizes up to
     the largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
     # A node of so small a tree hardly ever has use for more children.
@@ -1339,8 +1339,8 @@ def plan(rates, latency):
     G = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)                  # (largest, deepest)
     n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
     speedup = G * latency.t[0] / latency.of_step(n, d)
-    # Of the depths within 2% of the best the deepest: it shows more of how often deep nodes are accepted.
-    depth = int((speedup.max(axis=0) > 0.98 * speedup.max()).nonzero()[0][-1])
+    # Of the depths within 1% of the best the deepest: it shows more of how often deep nodes are accepted.
+    depth = int((speedup.max(axis=0) > 0.99 * speedup.max()).nonzero()[0][-1])
     size = int(speedup[:, depth].argmax())
     tree = optimal_tree(rates, size + 1, depth + 1)
     return Plan(tree, float(G[size, depth]), float(speedup[size, depth]))
