@@ -57,9 +57,8 @@ progress = functools.partial(tqdm, leave=False, disable=None)
 BLACK = "#111827"
 COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
            "chain": "#be185d"}
-TWO_CORES = ("Two cores do about ten times as many multiplications as they read weights in a second, a GPU "
-             "three hundred: on two cores t(n) rises from few nodes on, and a short sequence can be as good "
-             "as a tree.")
+TWO_CORES = ("While they read a weight two cores do about ten multiplications, a GPU three hundred: on two "
+             "cores t(n) rises soon, and a short sequence can be as good as a tree.")
 
 
 # --- 1  Toolbox: intervals, tables, results.md, figures, time -----------------------------------------------
@@ -106,7 +105,7 @@ class Report:
         for first, *rest in [cells[0], rule, *cells[1:]]:
             padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
             lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |\n")
-        title += " (--quick: too few to conclude anything)" * self.quick
+        title += " (--quick: fewer and shorter runs)" * self.quick
         self.say(f"**{title}**\n\n{lesson}\n\n{''.join(lines).rstrip()}")
 
     def panels(self, name, rows, height=5.2):
@@ -335,6 +334,8 @@ CHILDREN = (1, 2, 4, 8, 16, 32)
 @torch.no_grad()
 def verification(args, report):
     """How often all k children are rejected, by method, temperature and top-p, and how often they must be."""
+    if 0 in args.temperatures:
+        raise ValueError("verification needs temperatures above 0: greedy, all methods are one")
     pair = pair_of(args)
     logits = []
     for text in progress(texts(args, args.count, 256), "reading"):
@@ -677,8 +678,8 @@ def contest(prompts, temperature, args, report, contenders):
         rows.append(row)
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
                  f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels",
-                 "`x plain` is the speed against the same code without a tree, on the same prompts; where "
-                 f"intervals overlap, who leads is open. {TWO_CORES}", rows)
+                 "`x plain`: the speed against the same code without a tree, on the prompts that both have; "
+                 f"where intervals overlap, who leads is open. {TWO_CORES}", rows)
     return by_name
 
 
@@ -982,7 +983,7 @@ DEFAULTS = {
     "speed": ((120, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "speed --synthetic": ((3, 128, [0.0]), (2, 64, [0.0])),
     "planner": ((80, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
-    "verification": ((24, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
+    "verification": ((40, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
     "traversal": ((16, 64, [0.2, 0.6, 1.0]), (3, 64, [0.6, 1.0])),
     "scaling": ((28, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "offload": ((6, 64, [0.6]), (2, 32, [0.6]))}
