@@ -1043,15 +1043,14 @@ class Decoder:
     def tokens_after(self, text, padding):
         """The tokens after a text, (length,), one at a time, for as long as they are wanted. The processors
         see its padding, the first tokens, the models do not."""
-        # A tree that cannot be is refused before the first token.
-        tree = self.planner.next_tree()
         logits = self.begin(text, padding)
         yield self.draw_root(logits[-1:])
         if not self.probed:
             yield self.probe(logits)
         while True:
+            # A draft does not go beyond its context.
             beyond = self.draft and self.length >= self.draft.context
-            self.use(Tree([-1]) if beyond else tree)
+            self.use(Tree([-1]) if beyond else self.planner.next_tree())
             begun = time.perf_counter()
             step = self.step()
             seconds = [time.perf_counter() - begun]
@@ -1059,7 +1058,6 @@ class Decoder:
                 # All ranks plan by rank 0's clock.
                 torch.distributed.broadcast_object_list(seconds, src=0)
             self.planner.learn(step, *seconds)
-            tree = self.planner.next_tree()
             self.on_step(step)
             yield from step.tokens
 
@@ -1368,6 +1366,9 @@ class Planner:
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
         self.measure_anew()
+        if isinstance(shape, tuple):
+            # Such a tree may be impossible: said before the first token.
+            optimal_tree(self.prior, *shape)
 
     def measure_anew(self):
         self.seconds = {}        # by tree: the times of the steps with it
