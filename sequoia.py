@@ -1529,22 +1529,20 @@ def pack(model, rows=16):
     packed = outputs(small.forward)
     _refuse((torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
-    def same(forward):
-        return all(map(torch.equal, outputs(forward), packed))
-
     model.recorded = small.forward
     try:
-        with warnings.catch_warnings(action="ignore"), torch.jit.optimized_execution(False):
+        with warnings.catch_warnings(action="ignore"):
             traced = torch.jit.trace(small.eval(), examples[0], check_trace=False)
-            # Subtle: where a trace does not fit it raises an error, and a frozen one can crash.
-            frozen = torch.jit.freeze(traced) if same(traced.forward) else None
+        # Subtle: without this, an error in a frozen recording ends the process.
+        torch._C._jit_pass_inline(traced.graph)
+        frozen = torch.jit.freeze(traced)
 
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
             with torch.jit.optimized_execution(False):
                 return frozen.forward(*inputs)
 
-        if frozen and same(recorded):
+        if all(map(torch.equal, outputs(recorded), packed)):
             model.recorded = recorded
     except (RuntimeError, AttributeError):
         # There is no trace of this model. It runs packed.
