@@ -1005,8 +1005,8 @@ class Decoder:
         settings = vars(config) | given
         unable = [name for name in UNABLE if settings.get(name)]
         # What generate has prepared itself, such as position_ids, is as it should be.
-        for name in given.get("kwargs", arguments):
-            if arguments.get(name) is not None and name not in HARMLESS:
+        for name, value in given.get("kwargs", arguments).items():
+            if value is not None and name in arguments and name not in HARMLESS:
                 unable.append(name)
         if (config.num_beams or 1) > 1:
             unable.append("num_beams")
