@@ -222,8 +222,8 @@ def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
     best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    # From this level down all levels have the same rates. So the table of d + 1 levels follows from that of d
-    # levels. Once two are equal, all further ones are: more levels gain nothing.
+    # From this level down every level has the same rates, so G of d + 1 levels is a function of G of d levels
+    # alone. Once one more level changes no entry, none ever will.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < min(size, depth or size):
@@ -251,10 +251,11 @@ def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
 
 
 class _BestSubtrees(NamedTuple):
-    """The best subtrees of n nodes, for all n from 0 to `size`, on one level and with so many levels."""
+    """The best subtrees whose root is on a given level, with at most so many levels, for each number of nodes
+    n from 0 to `size`."""
     G: np.ndarray            # (size + 1,) their expected tokens, -inf where there is no such subtree
     children: np.ndarray     # (size + 1,) the number of their root's children
-    last_child: list         # for 1, 2, .. children: (size + 1,) the nodes of the last of so many
+    last_child: list         # last_child[b - 1][n]: with b children and n nodes, how many the b-th child gets
 
 
 def _best_subtrees(acceptance_rates, size, depth, max_branch):
@@ -263,10 +264,10 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 
         with_children(n, b) = max over m of  with_children(n - m, b - 1) + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, G(m) is the maximum over b on the level below, and with_children(1, 0)
-    is 1, the root alone. One child costs n^2
-    additions, all m for all n (half would do, m <= n). So trees of up to d levels and b children a node cost
-    d b n^2, for each row of rates."""
+    where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
+    over any number of children, and with_children(1, 0) is 1, the root alone. In code it is
+    with_children[b][n]. One more child costs n^2 additions (half would do, m <= n). So trees of up to d
+    levels and b children a node cost d b n^2, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
@@ -312,8 +313,9 @@ RULED_OUT = -math.inf
 
 
 def uniform(shape, device, generator):
-    """Random numbers between 0 and 1. Subtle: they are multiples of 2^-53, and so -log of them is as small as
-    1e-16. In float32 that were 6e-8, and a token of a smaller probability would hardly ever come first."""
+    """Random numbers between 0 and 1. Subtle: a token of probability p is drawn first where its -log u is
+    about p or less, as `sample_without_replacement` has it. So the least -log u bounds how rare a token can
+    be drawn: 1e-16 with these 53 bits, 6e-8 with float32's 24."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
@@ -354,15 +356,16 @@ def shared_noise(seed, positions, vocabulary):
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # The highest 52 bits, plus one half: neither 0 nor 1. A last shift of splitmix64 would mend the lowest.
+    # The highest 52 bits, so that adding one half, against 0 and 1, is exact. The last shift of splitmix64,
+    # which only mends the lowest bits, is left out.
     return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
-# The children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with noise from 0 to 1.
-# If none is, the token is drawn from the residual, what the rejections have left of the target. Methods
-# differ in how children are proposed, in the ratios and in the residual.
+# In the walk the children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with noise
+# from 0 to 1. If none is, the token is drawn from the residual, what the rejections have left of the target.
+# Methods differ in how children are proposed, in the ratios and in the residual.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
@@ -394,7 +397,8 @@ def verify_one_node(P, Q, tokens, noise):
     return -1, R
 
 
-# From here on one row is one node: probabilities P, scores q (rows, V), tokens, noise (rows, k) -> ratios
+# From here on one row is one node: probabilities P, scores q (children are removed from them, which could
+# underflow as probabilities), (rows, V), tokens, noise (rows, k) -> ratios
 # (rows, k), residual (rows, V). A child that does not exist has token -1 and ratio 0: a node has fewer than k
 # children, or processors have ruled out the rest.
 
@@ -430,7 +434,8 @@ def ratios_of_spectr(P, q, tokens, noise):
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
     Q[t]), which must not exceed P[t]: tries <= rho is enough. That holds for rho = k. A smaller rho accepts
-    more, so bisection goes down from k as far as it holds. What is then missing of P is the residual."""
+    more, so bisection goes down from k as far as it holds. Any rho that holds is exact: what is missing of P
+    is the residual, so the two add up to P."""
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
@@ -488,10 +493,10 @@ class Method:
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
 
-        layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: from a slice of the nodes to
-        their scores, (nodes, V). q: (size, V). The walk verifies the nodes that it visits. If `static`, all
-        are verified at once and the walk follows their ranks: no shape, no branch depends on the outcome, as
-        a CUDA graph needs it (section 6). Without a graph, visiting fewer nodes is faster."""
+        layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: a function from a slice of the
+        nodes to their scores, (nodes, V). q: (size, V). The walk asks only for the nodes that it visits. If
+        `static`, all are verified at once and the walk follows their ranks: no shape, no branch depends on
+        the outcome, as a CUDA graph needs it (section 6). Without a graph, visiting fewer nodes is faster."""
         if static:
             children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
@@ -500,7 +505,7 @@ class Method:
                 node = torch.where(rank[node] < 0, node, layout.children[node, rank[node]])
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
-        # At a node without children nothing was rejected: all of the target is left.
+        # What remains of the target, as scores: at first all of it.
         residual = target_scores(slice(0, 1))
         while children := layout.tree.children[node]:
             proposed = tokens[None, children[0] : children[-1] + 1]
@@ -552,18 +557,21 @@ class Traversal(Method):
     Say the draft gives two tokens 0.8 and 0.4, and the target 0.4 and 0.8. Their ratios are 0.5 and 2. The
     walk reaches the second with 0.5 * 1. But both models give the pair 0.32, so it can always be accepted.
 
-    The mass a of a node is the chance that the path ends there or below. The root's is 1. A child's, for its
-    token t, is min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1
-    for the second. So the mass is at least the walk's probability, and as the expected tokens are a sum over
-    nodes, on a chain traversal never yields fewer on average. In a tree that branches it mostly does, but a
-    child may take mass, and end the path early, that the walk would have left to its sibling.
+    The mass a of a node is the chance that the path ends there or below, given that all that was tried before
+    it, elder siblings and what is below them, was rejected. The root's is 1. A child's, for its token t, is
+    min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1 for the
+    second. So the mass is at least the walk's probability, and as the expected tokens are a sum over nodes,
+    on a chain traversal never yields fewer on average. In a tree that branches it mostly does, but a child
+    may take mass, and end the path early, that the walk would have left to its sibling: after a child of mass
+    1 no younger one is tried.
 
     If a child and all below it are rejected, its parent may still be accepted. The child's token is drawn
-    from D, so on average over t it takes the sum of D[t] min(a R[t] / D[t], 1) = min(a R[t], D[t]). What it
-    leaves of a R is max(a R - D, 0), in all `left`: it takes a - left. All below is rejected with probability
-    1 - a + left, and then `left` of it is still the parent's. So its mass becomes left / (left + 1 - a), its
-    residual max(a R - D, 0) / left, and the path ends at the parent or below with a - left + left = a, as its
-    mass said. For the root, with a = 1, the mass stays 1.
+    from D, so on average over t it takes the sum of D[t] min(a R[t] / D[t], 1) = min(a R[t], D[t]). It leaves
+    max(a R - D, 0), in all `left`. As R sums to 1 the two sums are a together: it takes a - left. All below
+    is rejected with probability 1 - a + left, and then `left` of it is still the parent's. So its mass
+    becomes left / (left + 1 - a), its residual max(a R - D, 0) / left, and the path ends at the parent or
+    below with a - left + left = a, as its mass said. The next sibling is tried with this mass and residual,
+    its D without the rejected token. For the root, with a = 1, the mass stays 1.
 
     Where only the root has children traversal is the walk, so it has ratios, for `sample_and_verify`."""
 
@@ -668,10 +676,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                 x
 #
-# Node -1 is the token before the root, the last one that the last step accepted. If it was a leaf, the draft
-# was never fed it, and what was moved to its slot is no entry of its own. So the draft is always fed node -1
-# again, with the root, which overwrites that. Node -1 is the root's parent, -1, and stands where Python finds
-# index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
+# Node -1 is the token before the root, the last accepted node or, if none was, the old root. If it was a
+# leaf, the draft was never fed it, and what was moved to its slot is no entry of its own. So the draft is
+# always fed node -1 again, with the root, which overwrites that. Node -1 is the root's parent, -1, and stands
+# where Python finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Level(NamedTuple):
@@ -849,10 +857,10 @@ def attention_windows(model):
     _refuse(not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None,
             f"needs a language model as transformers loads it, not compiled and not its name; got {name}")
     config = model.config.get_text_config(decoder=True)
-    # Models of one kind name none. Their window may be None, which is full attention.
+    # Models of one kind name none: call it sliding, by the configuration's window or None, which is full.
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["sliding_attention"])
     needed = {"position_ids", "past_key_values"}
-    # GPT-Neo's own mask counts slots, which shows less than bfloat16 rounds.
+    # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16.
     _refuse(model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
             or kinds.keys() - {"full_attention", "sliding_attention"}
             or needed - inspect.signature(model.forward).parameters.keys(),
@@ -898,8 +906,8 @@ class Step(NamedTuple):
 
 
 # Processors that rule tokens out by the scores alone. The draft is shaped like the target, as the nearer the
-# two are the more is accepted. But what these cut from a draft is not ruled out, it lies so far below the
-# rest: a token outside the draft's nucleus can be in the target's. Any draft is lossless.
+# two are the more is accepted. But what these cut from a draft is not ruled out, it goes down by so much: a
+# token outside the draft's nucleus can be in the target's. Any draft is lossless.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -907,7 +915,8 @@ FAR_BELOW = 50
 TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 # Processors that count on one call a token.
 WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# What tells `generate` to decode in another way, or to return more than the text.
+# What tells `generate` to decode in another way, or to return more than the text; and what it does not hand
+# on. A streamer is given by functools.partial, as `generate` below does.
 UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers", "force_words_ids",
           "output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "streamer", "use_mtp")
@@ -1032,12 +1041,12 @@ class Decoder:
         self.method = self.given_method if config.do_sample else GREEDY
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         self.static = self.cuda_graph and not self.reads_text
-        sampling = [vars(one) for one in processors if type(one) in TEXT_FREE]
+        sampling = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
         sampling += [self.method, self.static, self.reads_text]
         if sampling != self.sampling:
-            self.sampling = sampling
             self.layout = None
             self.planner = Planner(self.tree, self.target.vocabulary, warm_up=2 if self.static else 1)
+            self.sampling = sampling
 
     @torch.inference_mode()
     def tokens_after(self, text, padding):
@@ -1067,13 +1076,14 @@ class Decoder:
             self.seed.random_(generator=self.generator)
         self.prompt = text
         self.padding = padding
-        # What has come after it. Between steps prompt and new are the text up to node -1, of which the target
-        # has all entries. tokens[0] is the root, which comes next; length, and on the device base, counts the
-        # text without its padding.
+        # The tokens after the prompt, up to node -1. Between steps the target has the entries of all of them.
+        # tokens[0] is the root, which comes next; length, and on the device base, counts the text without its
+        # padding.
         self.new = []
         self.length = len(text) - padding
         self.base.fill_(self.length)
-        # How much of the text the draft has seen: not even what node -1 would show it.
+        # For how many tokens of the text the draft has entries, but for node -1's. -1 is less than none: a
+        # text of one token, node -1, is fed too.
         self.drafted = -1
         self.reserve(0)
         logits = self.target.feed(text[padding:], self.capacity, keep=min(PROBED, self.length))
@@ -1088,11 +1098,12 @@ class Decoder:
         that was recorded with smaller ones is given up."""
         needed = self.length + nodes
         if needed > self.capacity:
-            doubled = min(2 * self.capacity, self.limit + nodes)
-            self.capacity = 64 * math.ceil(max(needed, doubled, 192) / 64)
-            for model in self.models:
-                model.reserve(self.capacity)
             self.graph = None
+            doubled = min(2 * self.capacity, self.limit + nodes)
+            capacity = 64 * math.ceil(max(needed, doubled, 192) / 64)
+            for model in self.models:
+                model.reserve(capacity)
+            self.capacity = capacity
 
     def draw_root(self, logits):
         """Draws the token after the text, of logits (1, V): the root of the next tree."""
@@ -1103,7 +1114,8 @@ class Decoder:
         return int(self.tokens[0])
 
     def probe(self, logits):
-        """A plain step that shows whether the target can be trusted with trees, once for a Decoder.
+        """A plain step that shows whether the target can be trusted with trees, until a prompt had six
+        tokens.
 
         A model that masks by slot, or numbers positions its own way, would give another text without a word,
         and no list of names is complete. So the prompt's last tokens are scored again, as the first of two
@@ -1111,7 +1123,6 @@ class Decoder:
         (logits, (known, V)), but for rounding. The new root, at the end, is scored for the first time, so the
         step yields a token as any other. Raises ValueError where the scores differ."""
         known = len(logits)
-        self.probed = known == PROBED
         tokens = torch.cat([self.prompt[-known:], self.tokens[:1]])                     # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
@@ -1126,6 +1137,7 @@ class Decoder:
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
         _refuse(difference > torch.finfo(self.target.model.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
+        self.probed = known == PROBED
         self.target.move(start + real, start + layout.nodes[: known + 1])
         self.tokens[-1] = self.tokens[0]
         self.extend(self.tokens[:1].tolist())
@@ -1154,10 +1166,9 @@ class Decoder:
             self.layout = layout
             self.graph = None
             self.steps = 0
-        # What plain steps have added the draft has not seen, but for node -1.
-        if self.layout.levels:
-            if self.drafted < self.length - 1:
-                self.draft.feed(self.text()[self.padding :], self.capacity)
+        # After plain steps the draft lacks tokens. Node -1 it is fed in any case.
+        if self.layout.levels and self.drafted < self.length - 1:
+            self.draft.feed(self.text()[self.padding :], self.capacity)
             self.drafted = self.length
 
     def step(self):
@@ -1171,7 +1182,8 @@ class Decoder:
         # The old root and the accepted nodes. The token after them is the new root.
         self.extend(tokens[:1] + step.tokens[:-1])
         if self.layout.levels:
-            self.drafted = self.length
+            # Node -1 may have been a leaf.
+            self.drafted = self.length - 1
         return step
 
     def program(self):
@@ -1354,7 +1366,7 @@ class Planner:
     """Chooses a Decoder's trees. It measures while the first steps decode, then plans, and goes on learning.
 
     shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". warm_up: how many steps
-    with a tree are not timed. plan: the Plan in use, None before the first."""
+    with a tree are not timed. plan: the Plan in use, if "auto" has made one."""
 
     def __init__(self, shape, vocabulary, warm_up):
         self.shape = shape
@@ -1398,12 +1410,12 @@ class Planner:
 
     def schedule(self):
         """The trees to be timed, each for two steps after those that warm up. From 16 on sizes grow by a half
-        at most, so that no bend of t(n) between them is missed by more than a tenth, until t(n) is 2.5 t(1):
-        beyond that, time grows faster than tokens."""
+        at most. Where t(n) is flat up to a bend and then proportional to n, this misses it by a tenth at
+        most. The last has 2.5 t(1): larger trees hardly ever pay."""
         def decent(size):
             return decent_tree(size, self.vocabulary)
 
-        # A decent tree comes first, as the text is on its way.
+        # A decent tree comes first: the text is being decoded already.
         yield from (decent(8), Tree([-1]), CHAIN, decent(16), STAR, decent(4))
         for size in (24, 32, 48, 64, 96, 128, 192, LARGEST):
             latency = self.latency()
@@ -1429,7 +1441,7 @@ class Planner:
         return Latency(sizes, least.tolist(), c)
 
     def learn(self, step, seconds):
-        """Takes in what a step has shown: how long it took, and which children a walk to its end tried."""
+        """Takes in what a step has shown: its time, and which children a walk to its end would have tried."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1445,8 +1457,8 @@ class Planner:
         times.append(seconds)
         del times[self.warm_up : -64]
         recent = times[self.warm_up :][-8:]
-        # A machine that slows down by half in mid-text, or recovers, is measured anew: once at most until as
-        # much again has been seen, in case that this tree's time was never well foretold.
+        # Where steps take 1.5 times as long as foretold, or 1 / 1.5, all is measured anew, but not before the
+        # number of steps has doubled: it may be the forecast that is wrong, and not the machine.
         if self.measured and len(recent) == 8 and self.steps >= self.trusted:
             change = statistics.median_low(recent) / self.foretold.of_step(step.tree.size, step.tree.depth)
             if not 1 / 1.5 < change < 1.5:
@@ -1494,16 +1506,16 @@ def pack_linear(layer, rows):
 @torch.no_grad()
 def pack(model, rows=16):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
-    its pass, which halves the time of a small model's. Its numbers change by rounding.
+    its pass. Recording halves a small model's time. Numbers change by rounding.
 
     It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
 
     A recording is a TorchScript trace: the model runs once, the operators that it calls are written down in
     their order, and later only those run, without the model's Python. What Python decided in that one run is
-    decided for ever: mixtures of experts take other experts for other tokens, some rotary embeddings other
-    angles for far positions. So the recording is compared with the packed model on other inputs, bit for bit,
-    and given up where they differ; and the packed model with the one that came, within rounding."""
+    decided for ever: a mixture of experts would keep that run's experts, some rotary embeddings its angles.
+    So the recording is compared with the packed model on other inputs, bit for bit, and given up where they
+    differ; and the packed model with the one that came, within rounding."""
     if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
         return model
     small = CachedModel(model)
@@ -1590,6 +1602,8 @@ def offload(model, device, resident=0):
             if cuda:
                 # The layer that used these buffers last has been computed.
                 stream.wait_stream(torch.cuda.current_stream(device))
+            # Whose copy is broken off is not there.
+            held.pop(i % 2, None)
             with torch.cuda.stream(stream):
                 for weight, source in zip(weights[i], stored[i]):
                     weight.data.copy_(source, non_blocking=True)
@@ -1608,7 +1622,8 @@ def offload(model, device, resident=0):
     for i, layer in enumerate(weights):
         stored.append([weight.data.pin_memory() if cuda else weight.data for weight in layer])
         for j, weight in enumerate(layer):
-            buffer = buffers.setdefault((i % 2, j, weight.shape), torch.empty_like(weight, device=device))
+            kind = (i % 2, j, weight.shape, weight.dtype)
+            buffer = buffers.setdefault(kind, torch.empty_like(weight, device=device))
             weight.data = buffer.data
         layers[i].register_forward_pre_hook(functools.partial(before, i))
     model.offloaded = True
@@ -1640,7 +1655,7 @@ EXAMPLES = """examples:
 
 
 def arguments(argv=None):
-    """What the command line says. Raises ValueError for numbers out of range."""
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         "sequoia.py", description="Decodes text as the target would, faster.", epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
