@@ -268,15 +268,19 @@ def scores_of(decoder, logits, draft):
 
 def verified(method, scores):
     """What a method verifies against, (positions, V): a greedy one, as with shared noise, knows the token."""
-    if isinstance(method, sequoia.Greedy):
+    if method.draw is sequoia.most_likely:
         return F.one_hot(scores.argmax(dim=1), scores.shape[1]).float()
     return scores.softmax(dim=1)
 
 
-def ratios_of(method, P, q, tokens):
-    """Every child's chance when it is tried, (rows, k). Noise that accepts none has all of them tried."""
+def chances_of(method, P, q, tokens):
+    """The chance of each child to be the one that is accepted, (rows, k)."""
+    if isinstance(method, sequoia.Matching):
+        repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
+        return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)
+    # Noise that accepts none has all of them tried.
     noise = torch.full(tokens.shape, math.inf, dtype=P.dtype, device=P.device)
-    return method.ratios(P, q, tokens, noise)[0].clamp(max=1)
+    return in_turn(method.ratios(P, q, tokens, noise)[0].clamp(max=1))
 
 
 def in_turn(ratios):
@@ -365,7 +369,7 @@ def verification(args, report):
 
 
 def rejection_rates(method, scores, generator, repeats=2):
-    """The chance that all of k children are rejected, (texts, ks): the product of 1 - ratio over them, a mean
+    """The chance that all of k children are rejected, (texts, ks): that none is accepted, a mean
     over positions and draws of proposals and shared noise. scores: each text's, of both models."""
     rates = np.zeros((len(scores), len(CHILDREN)))
     for text, _ in itertools.product(range(len(scores)), range(repeats)):
@@ -377,8 +381,8 @@ def rejection_rates(method, scores, generator, repeats=2):
         tokens = method.propose(q, max(CHILDREN), generator)                                    # (rows, k)
         # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
         for i, k in enumerate(CHILDREN):
-            rejected = (1 - ratios_of(method, P, q, tokens[:, :k])).prod(dim=1)
-            rates[text, i] += rejected.mean().item() / repeats
+            accepted = chances_of(method, P, q, tokens[:, :k]).sum(dim=1)
+            rates[text, i] += (1 - accepted).mean().item() / repeats
     return rates
 
 
@@ -522,7 +526,7 @@ def fastest(variants, prompts, args):
 def expected_of_walk(layout, tokens, P, q):
     """The tokens that a walk yields on average: the chances to reach each node, summed. P, q: (size, V)."""
     exists = layout.children >= 0                                                           # (size, ranks)
-    chances = in_turn(ratios_of(METHODS["sequoia"], P, q, torch.where(exists, tokens[layout.children], -1)))
+    chances = chances_of(METHODS["sequoia"], P, q, torch.where(exists, tokens[layout.children], -1))
     accepted = torch.ones_like(P[:, 0])
     accepted[layout.children[exists]] = chances[exists]
     return torch.where(layout.mask[:-1, :-1], accepted, 1).prod(dim=1).sum().item()
@@ -749,8 +753,8 @@ class SyntheticPair(Pair):
         decoder = decoder_for(self, temperature)
         p, q = scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True)
         method = decoder.method
-        ratios = ratios_of(method, verified(method, p), q, method.propose(q, 32))           # (rows * new, k)
-        return in_turn(ratios).mean(dim=0).cpu().numpy()
+        chances = chances_of(method, verified(method, p), q, method.propose(q, 32))         # (rows * new, k)
+        return chances.mean(dim=0).cpu().numpy()
 
 
 def random_llama(shape, args, device):
@@ -835,10 +839,10 @@ def split_step(pair, temperature, prompt, args, runs, name):
         spent.clear()
 
     mine.decoder.on_step = on_step
-    model, greedy = sequoia.CachedModel, sequoia.Greedy
+    model, matching = sequoia.CachedModel, sequoia.Matching
     with (mock.patch.multiple(model, score=clock(None, model.score), move=clock("moves", model.move)),
           mock.patch.object(sequoia.Method, "verify_tree", clock("verify", sequoia.Method.verify_tree)),
-          mock.patch.object(greedy, "verify_tree", clock("verify", greedy.verify_tree)),
+          mock.patch.object(matching, "verify_tree", clock("verify", matching.verify_tree)),
           mock.patch.object(sequoia.Decoder, "replay", sequoia.Decoder.program)):
         how = sampling(prompt, temperature, args.new_tokens)
         mine.target.generate(prompt, custom_generate=mine.decoder, **how)

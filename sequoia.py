@@ -76,7 +76,7 @@ class Tree:
     in rank order (the draft's first choice first). So parents never decrease; else it is a ValueError.
 
     >>> print(Tree([-1, 0, 0, 0, 1, 1, 4]))
-    0─┬─1─┬─4──6
+    0─┬─1─┬─4───6
       │   └─5
       ├─2
       └─3
@@ -129,29 +129,27 @@ class Tree:
             mask[node] |= mask[self.parents[node]]
         return torch.from_numpy(mask)
 
-    def draw(self, labels):
-        """The tree as text, a line for each leaf, its nodes shown by these labels, (size,) strings."""
-        lines = []
-        # Each entry: a node, what stands before it on its line, and what stands there on the lines below.
-        stack = [(0, "", "")]
-        while stack:
-            node, line, below = stack.pop()
-            line += labels[node]
-            below += " " * len(labels[node])
-            children = self.children[node]
-            if not children:
-                lines.append(line)
-            elif len(children) == 1:
-                stack.append((children[0], line + "──", below + "  "))
+    def draw(self, labels, node=0, margin=""):
+        """A node and all below it as text, a line for each leaf, shown by these labels, (size,) strings. From
+        the second on its lines begin with the margin."""
+        text = labels[node]
+        margin += " " * len(text)
+        children = self.children[node]
+        for child in children:
+            last = child == children[-1]
+            if child == children[0]:
+                text += "───" if last else "─┬─"
             else:
-                stack.append((children[-1], below + " └─", below + "   "))
-                for child in reversed(children[1:-1]):
-                    stack.append((child, below + " ├─", below + " │ "))
-                stack.append((children[0], line + "─┬─", below + " │ "))
-        return "\n".join(lines)
+                text += "\n" + margin + (" └─" if last else " ├─")
+            text += self.draw(labels, child, margin + ("   " if last else " │ "))
+        return text
 
     def __str__(self):
         return self.draw([str(node) for node in range(self.size)])
+
+
+# The root alone: plain decoding.
+NO_TREE = Tree([-1])
 
 
 def chain(length):
@@ -295,14 +293,11 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 
 
 def _check_rates(acceptance_rates):
-    rates = np.asarray(acceptance_rates, dtype=np.float64)
-    _refuse(rates.ndim not in (1, 2) or rates.shape[:-1] == (0,) or not ((0 <= rates) & (rates <= 1)).all(),
-            f"acceptance_rates must be finite, in [0, 1], of shape (ranks,) or (levels, ranks), got "
-            f"{rates.shape}")
-    total = rates.sum(axis=-1).max()
-    _refuse(total > 1 + 1e-6,
-            f"the acceptance_rates of a level sum to {total:.4f}, but at most one is accepted")
-    return np.atleast_2d(rates)
+    rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
+    fine = rates.ndim == 2 and len(rates) and (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
+    _refuse(not fine, f"acceptance_rates must be of shape (ranks,) or (levels, ranks), from 0 to 1, and sum to at "
+                      f"most 1 on each level, as at most one child is accepted; got {rates.shape}: {rates}")
+    return rates
 
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
@@ -439,44 +434,31 @@ def ratios_of_spectr(P, q, tokens, noise):
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
-    def accepted_by_one_try(rho):
-        return torch.minimum(P / rho, Q)                                                        # (rows, V)
+    def tries_and_accepted(rho):
+        accepted = torch.minimum(P / rho, Q).double()                                           # (rows, V)
+        beta = accepted.sum(dim=1, keepdim=True).clamp(1e-9, 1)
+        return (1 - (1 - beta) ** k) / beta, accepted
 
-    def tries(rho):
-        beta = accepted_by_one_try(rho).sum(dim=1, keepdim=True).double().clamp(1e-12, 1 - 1e-12)
-        # (1 - (1 - beta)^k) / beta, precise where beta is small.
-        return (-torch.expm1(k * torch.log1p(-beta)) / beta).to(P.dtype)
-
-    low = torch.ones_like(k, dtype=P.dtype)
-    high = k.clamp(min=1).to(P.dtype)
+    low = torch.ones_like(k, dtype=torch.double)
+    high = k.clamp(min=1).double()
     for _ in range(40):
         rho = (low + high) / 2
-        enough = tries(rho) <= rho
+        enough = tries_and_accepted(rho)[0] <= rho
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
-    left = (P - tries(high) * accepted_by_one_try(high)).clamp(min=0)
+    tries, accepted = tries_and_accepted(high)
+    left = (P - tries * accepted).clamp(min=0).to(P.dtype)
     s = tokens.clamp(min=0)
     wanted = torch.where(tokens >= 0, P.gather(1, s), 0)
     ratios = torch.where(wanted > 0, wanted / (high * Q.gather(1, s)), 0)
-    return ratios, normalise(left, otherwise=P)
-
-
-def ratios_of_naive(P, q, tokens, noise):
-    """The target's own sample, accepted if it is a child: a ratio is its share of what is left of P."""
-    s = tokens.clamp(min=0)
-    repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
-    wanted = torch.where((tokens >= 0) & ~repeated, P.gather(1, s), 0)
-    left = P.scatter_add(1, s, -wanted).clamp(min=0)
-    # How much this child and the later ones are wanted, and all that is no child.
-    share = wanted.flip(1).cumsum(dim=1).flip(1) + left.sum(dim=1, keepdim=True)
-    return torch.where(wanted > 0, wanted / share, 0), normalise(left, otherwise=P)
+    return ratios.to(P.dtype), normalise(left, otherwise=P)
 
 
 @dataclass(frozen=True)
 class Method:
     """How a node's children are proposed, and how those are verified without loss."""
     propose: Callable
-    ratios: Callable
+    ratios: Callable = None
     # How the token that follows the path is drawn from the residual's scores.
     draw: Callable = sample_without_replacement
     # Whether all scores come with the noise of their position already added.
@@ -517,15 +499,16 @@ class Method:
         return layout.nodes[node : node + 1], self.draw(residual, 1, generator)[:, 0]
 
 
-class Greedy(Method):
-    """The limit of temperature 0: the target's likeliest token follows, and is accepted if it is a child.
+class Matching(Method):
+    """The target draws its own token, which is accepted if it is a child, and follows the path if not.
 
-    With shared noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978). The likeliest token by score
-    plus Gumbel noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its
-    positions use the same noise. Here a position owns its noise: seed and position name it. So a seed names
-    a text, whatever the tree, the draft or the speed of the machine, as far as scores do not depend on them
-    by rounding. The draft knows the noise too: its children are the likeliest by its scores plus the same
-    noise, and often right.
+    Where the likeliest token is "drawn", this is the limit of temperature 0, greedy decoding. With shared
+    noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978). The likeliest token by score plus Gumbel
+    noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its positions use
+    the same noise. Here a position owns its noise: seed and position name it. So a seed names a text,
+    whatever the tree, the draft or the speed of the machine, as far as scores do not depend on them by
+    rounding. The draft knows the noise too: its children are the likeliest by its scores plus the same noise,
+    and often right.
 
     Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child has been looked
     at when the child is tried. Tried with the same noise, it would be accepted too often or too seldom. Here
@@ -535,12 +518,15 @@ class Greedy(Method):
     (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. `bench.py verification` compares several."""
 
     def verify(self, p, q, tokens, generator=None):
-        likeliest = p.argmax(dim=1, keepdim=True)
-        one_hot = torch.full_like(p, RULED_OUT).scatter(1, likeliest, 0)
-        return super().verify(one_hot, q, tokens, generator)
+        choice = self.draw(p, 1, generator)
+        accepted, rank = (tokens == choice).max(dim=1)
+        certain = torch.where(torch.arange(p.shape[1], device=p.device) == choice, 0, RULED_OUT)
+        return torch.where(accepted, rank, -1), certain
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`, by comparisons alone."""
+        """As `Method.verify_tree`, by comparisons alone where nothing is left to chance."""
+        if self.draw is not most_likely:
+            return super().verify_tree(layout, tokens, target_scores, q, generator, static)
         choice = self.draw(target_scores(slice(len(q))), 1)[:, 0]                                 # (size,)
         right = (tokens[:-1] == choice[layout.parent]) | (layout.parent < 0)
         # A node is reached if it and its ancestors are right. The deepest such node ends the path.
@@ -596,14 +582,14 @@ class Traversal(Method):
             for child in tree.children[node]:
                 exists = tokens[child] >= 0
                 s = tokens[child, None].clamp(min=0)                                            # (1,)
-                D = remaining.softmax(dim=0)
+                # A child that does not exist takes nothing.
+                D = torch.where(exists, remaining.softmax(dim=0), 0)
                 mass.append(torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
-                R = torch.where(exists & (left > 0), what_is_left / left, R)
+                R = torch.where(left > 0, what_is_left / left, R)
                 # Subtle: where nothing is left this is 0, or at a = 1 it is 0 / 0, and means 1.
-                a_left = torch.where(left > 0, left / (left + (1 - a)), a.floor())
-                a = torch.where(exists, a_left, a)
+                a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             mass[node] = a
             residual.append(R)
@@ -614,13 +600,13 @@ METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
     "specinfer": Method(sample_with_replacement, functools.partial(ratios_in_turn, replacement=True)),
     "spectr": Method(sample_with_replacement, ratios_of_spectr),
-    "naive": Method(sample_with_replacement, ratios_of_naive),
-    "topk": Method(most_likely, ratios_of_naive),
+    "naive": Matching(sample_with_replacement),
+    "topk": Matching(most_likely),
     "traversal": Traversal(sample_without_replacement, ratios_in_turn),
-    "gumbel": Greedy(most_likely, ratios_of_naive, draw=most_likely, shared_noise=True),
+    "gumbel": Matching(most_likely, draw=most_likely, shared_noise=True),
 }
 # At temperature 0, whatever the method's name.
-GREEDY = Greedy(most_likely, ratios_of_naive, draw=most_likely)
+GREEDY = Matching(most_likely, draw=most_likely)
 
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -639,8 +625,8 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
             f"{tuple(P.shape)}, {tuple(Q.shape)}, {k}")
     both = torch.stack([P, Q]).double()
     # Rows of bfloat16 sum to 1 but for their own rounding.
-    _refuse(not ((both >= 0).all() and ((both.sum(dim=2) - 1).abs() < 1e-2).all()),
-            "P and Q must be probabilities: no NaN, none negative, every row summing to 1")
+    wrong = (both < 0).any() or not ((both.sum(dim=2) - 1).abs() < 1e-2).all()
+    _refuse(wrong, "P and Q must be probabilities: no NaN, none negative, every row summing to 1")
     p, q = both.log()
     chosen = METHODS[method]
     rows = torch.arange(len(P), device=P.device)
@@ -687,16 +673,14 @@ class Level(NamedTuple):
 
         parents     [0]         [1]       its nodes with children, (parents,)
         fed         [-1, 0]     [1]       what the draft is fed: those, and node -1 with the root
-        width       2           1         the most children of one of them
-        children    [1, 2]      [3]       all their children, the next level, (children,)
-        rows        [0, 0]      [0]       each child's parent, by its place among the parents
-        ranks       [0, 1]      [0]       and its rank: which of the parents x width proposals it is"""
+        width       2           1         how many children are proposed to each: the most that one has
+        chosen      [0, 1]      [0]       which of all these proposals are taken, (children,)
+        children    1:3         3:4       the nodes that they become, the next level, a slice"""
     parents: Tensor
     fed: Tensor
     width: int
-    children: Tensor
-    rows: Tensor
-    ranks: Tensor
+    chosen: Tensor
+    children: slice
 
 
 class Layout:
@@ -714,11 +698,11 @@ class Layout:
         for depth in range(1, tree.depth):
             children = [node for node in range(tree.size) if tree.depths[node] == depth]
             parents = sorted({tree.parents[child] for child in children})
-            rows = [parents.index(tree.parents[child]) for child in children]
-            ranks = [tree.ranks[child] for child in children]
+            width = 1 + max(tree.ranks[child] for child in children)
+            chosen = [width * parents.index(tree.parents[child]) + tree.ranks[child] for child in children]
             fed = [-1, 0] if depth == 1 else parents
-            self.levels.append(Level(tensor(parents), tensor(fed), max(ranks) + 1, tensor(children),
-                                     tensor(rows), tensor(ranks)))
+            self.levels.append(Level(tensor(parents), tensor(fed), width, tensor(chosen),
+                                     slice(children[0], children[-1] + 1)))
         # Each node's children, -1 where there are no more.
         self.children = tensor([[-1] * max(1, max(tree.ranks) + 1)] * tree.size)        # (size, ranks)
         self.children[self.parent[1:], tree.ranks[1:]] = self.nodes[1:]
@@ -906,7 +890,7 @@ class Step(NamedTuple):
 
 
 # Processors that rule tokens out by the scores alone. The draft is shaped like the target, as the nearer the
-# two are the more is accepted. But what these cut from a draft is not ruled out, it goes down by so much: a
+# two are the more is accepted. But what these cut from a draft is not ruled out, it goes down by FAR_BELOW: a
 # token outside the draft's nucleus can be in the target's. Any draft is lossless.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
@@ -941,17 +925,17 @@ class Decoder:
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
         if draft is None and tree == "auto":
-            tree = Tree([-1])
+            tree = NO_TREE
         shape = isinstance(tree, tuple) and len(tree) == 2
         _refuse(tree != "auto" and not isinstance(tree, Tree) and not shape,
                 f"tree must be a Tree, (size, depth) or 'auto', got {tree!r}")
-        _refuse(draft is None and tree != Tree([-1]), "a tree that is more than its root needs a draft")
-        _refuse(method not in METHODS and not isinstance(method, Method),
-                f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        _refuse(draft is None and tree != NO_TREE, "a tree that is more than its root needs a draft")
         self.given_method = METHODS.get(method, method)
+        _refuse(not isinstance(self.given_method, Method),
+                f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.tree = tree
         self.target = CachedModel(target)
-        self.draft = None if tree == Tree([-1]) else CachedModel(draft)
+        self.draft = None if tree == NO_TREE else CachedModel(draft)
         self.models = [model for model in (self.target, self.draft) if model]
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
@@ -1031,8 +1015,7 @@ class Decoder:
                 f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
         _refuse(not 0 <= ids.min() <= ids.max() < self.target.vocabulary,
                 f"token ids must be from 0 to {self.target.vocabulary - 1}, got {ids.min()} to {ids.max()}")
-        _refuse(mask.shape != ids.shape or (mask[:, -1] != 1).any() or (mask < 0).any()
-                or (mask.diff(dim=1) < 0).any(),
+        _refuse(mask.shape != ids.shape or not mask[:, -1].all() or (mask != (mask.cumsum(dim=1) > 0)).any(),
                 "a row of the attention_mask must be zeros, then ones: padding stands on the left")
 
     def prepare(self, processors, config):
@@ -1059,7 +1042,7 @@ class Decoder:
         while True:
             # A draft does not go beyond its context.
             beyond = self.draft and self.length >= self.draft.context
-            self.use(Tree([-1]) if beyond else self.planner.next_tree())
+            self.use(NO_TREE if beyond else self.planner.next_tree())
             begun = time.perf_counter()
             step = self.step()
             seconds = [time.perf_counter() - begun]
@@ -1074,24 +1057,25 @@ class Decoder:
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
         if self.method.shared_noise:
             self.seed.random_(generator=self.generator)
-        self.prompt = text
+        # The text up to node -1, padding included. The target has the entries of all of it. The root comes
+        # next: tokens[0].
+        self.text = text
         self.padding = padding
-        # The tokens after the prompt, up to node -1. Between steps the target has the entries of all of them.
-        # tokens[0] is the root, which comes next; length, and on the device base, counts the text without its
-        # padding.
-        self.new = []
-        self.length = len(text) - padding
         self.base.fill_(self.length)
-        # For how many tokens of the text the draft has entries, but for node -1's. -1 is less than none: a
-        # text of one token, node -1, is fed too.
-        self.drafted = -1
+        # Whether the draft has the entries of the text up to node -1.
+        self.draft_is_fed = False
         self.reserve(0)
         logits = self.target.feed(text[padding:], self.capacity, keep=min(PROBED, self.length))
         self.vocabulary = logits.shape[1]
         if self.layout is None:
-            self.use(Tree([-1]))
+            self.use(NO_TREE)
         self.tokens[-1] = text[-1]
         return logits
+
+    @property
+    def length(self):
+        """The number of the text's tokens, which `base` is on the device."""
+        return len(self.text) - self.padding
 
     def reserve(self, nodes):
         """Makes room for the text and so many nodes. Caches double, up to what the text can need; a graph
@@ -1123,7 +1107,7 @@ class Decoder:
         (logits, (known, V)), but for rounding. The new root, at the end, is scored for the first time, so the
         step yields a token as any other. Raises ValueError where the scores differ."""
         known = len(logits)
-        tokens = torch.cat([self.prompt[-known:], self.tokens[:1]])                     # (known + 1,)
+        tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
@@ -1140,36 +1124,22 @@ class Decoder:
         self.probed = known == PROBED
         self.target.move(start + real, start + layout.nodes[: known + 1])
         self.tokens[-1] = self.tokens[0]
-        self.extend(self.tokens[:1].tolist())
+        self.text = torch.cat([self.text, self.tokens[:1]])
         self.base += 1
         return self.draw_root(scored[-1:])
-
-    def extend(self, tokens):
-        """The text has grown by a list of tokens."""
-        self.new += tokens
-        self.length += len(tokens)
-
-    def text(self):
-        """The text up to node -1, (any length,), padding included."""
-        return torch.cat([self.prompt, self.prompt.new_tensor(self.new)])
 
     def use(self, tree):
         """Takes a tree for the steps to come, and makes all ready for one."""
         self.reserve(tree.size)
         if self.layout is None or tree != self.layout.tree:
-            layout = Layout(tree, self.device)
-            tokens = self.tokens.new_full((tree.size + 1,), -1)
-            tokens[0] = self.tokens[0]
-            tokens[-1] = self.tokens[-1]
-            self.tokens = tokens
+            # The root's token, room for the others, node -1's.
+            self.tokens = torch.cat([self.tokens[:1].expand(tree.size), self.tokens[-1:]])
             self.q = torch.zeros(tree.size, self.vocabulary, device=self.device)
-            self.layout = layout
             self.graph = None
             self.steps = 0
-        # After plain steps the draft lacks tokens. Node -1 it is fed in any case.
-        if self.layout.levels and self.drafted < self.length - 1:
-            self.draft.feed(self.text()[self.padding :], self.capacity)
-            self.drafted = self.length
+            self.layout = Layout(tree, self.device)
+        if self.layout.levels and not self.draft_is_fed:
+            self.draft.feed(self.text[self.padding :], self.capacity)
 
     def step(self):
         """One step, as the host sees it."""
@@ -1180,10 +1150,9 @@ class Decoder:
         path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
         step = Step(self.layout.tree, tokens, path, token)
         # The old root and the accepted nodes. The token after them is the new root.
-        self.extend(tokens[:1] + step.tokens[:-1])
-        if self.layout.levels:
-            # Node -1 may have been a leaf.
-            self.drafted = self.length - 1
+        self.text = torch.cat([self.text, self.text.new_tensor(tokens[:1] + step.tokens[:-1])])
+        # A step without a tree leaves the draft behind.
+        self.draft_is_fed = bool(self.layout.levels)
         return step
 
     def program(self):
@@ -1205,7 +1174,7 @@ class Decoder:
             q = self.scores(logits, level.parents, level=depth)                         # (parents, V)
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
-            self.tokens[level.children] = proposals[level.rows, level.ranks]
+            torch.take(proposals, level.chosen, out=self.tokens[level.children])
         # Below a child that does not exist there is none either.
         missing = ((self.tokens < 0) & layout.mask).any(dim=1)
         self.tokens.masked_fill_(missing, -1)
@@ -1270,7 +1239,7 @@ class Decoder:
     def processed_after(self, node, scores, draft):
         """The scores after one node, (1, V), processed with the text up to it."""
         path = self.layout.mask[node, :-1].nonzero()[:, 0]
-        text = torch.cat([self.text(), self.tokens[path]])[None]
+        text = torch.cat([self.text, self.tokens[path]])[None]
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
@@ -1416,7 +1385,7 @@ class Planner:
             return decent_tree(size, self.vocabulary)
 
         # A decent tree comes first: the text is being decoded already.
-        yield from (decent(8), Tree([-1]), CHAIN, decent(16), STAR, decent(4))
+        yield from (decent(8), NO_TREE, CHAIN, decent(16), STAR, decent(4))
         for size in (24, 32, 48, 64, 96, 128, 192, LARGEST):
             latency = self.latency()
             if latency.t[-1] >= 2.5 * latency.t[0]:
@@ -1691,7 +1660,7 @@ def parse_tree(spec):
     if spec == "auto":
         return spec
     if spec == "none":
-        return Tree([-1])
+        return NO_TREE
     _refuse(not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", spec),
             f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
     return tuple(map(int, spec.split("x")))
@@ -1734,7 +1703,7 @@ def load(name, args, large=False):
 def load_tokenizer(args):
     """The target's tokenizer. The draft's must have the same tokens, but for added special ones."""
     target = read(AutoTokenizer, args.target)
-    draft = target if args.tree == Tree([-1]) else read(AutoTokenizer, args.draft)
+    draft = target if args.tree == NO_TREE else read(AutoTokenizer, args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
     for tokenizer in (target, draft):
         differing -= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -1754,7 +1723,7 @@ def decode_prompt(args):
         text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
     _refuse(ids.shape[1] == 0, "--prompt is empty")
-    draft = None if args.tree == Tree([-1]) else load(args.draft, args)
+    draft = None if args.tree == NO_TREE else load(args.draft, args)
     target = load(args.target, args, large=True)
     steps = []
     stamps = []
@@ -1800,7 +1769,7 @@ def summarise(args, decoder, steps, stamps, count):
     say = functools.partial(print, file=sys.stderr)
     tokens = [len(step.tokens) for step in steps]
     pace = sum(tokens[1:]) / (stamps[-1] - stamps[0]) if len(steps) > 1 else 0.0
-    tree = steps[-1].tree if steps else Tree([-1])
+    tree = steps[-1].tree if steps else NO_TREE
     drawn = f", seed {args.seed}" if args.temperature else ""
     say(f"\n{counted(count, 'token')} in {counted(len(steps), 'step')}, "
         f"{sum(tokens) / max(1, len(steps)):.2f} tokens a step, {pace:.0f} a second\n"

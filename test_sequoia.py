@@ -43,8 +43,8 @@ settings.load_profile("sequoia")
 # On busy cores threads would wait for each other.
 torch.set_num_threads(1)
 ROOT = Path(sequoia.__file__).parent
-# Those whose chances can be summed up.
-SUMMED_UP = [name for name, method in METHODS.items() if not method.shared_noise]
+# Those whose children are accepted by ratios, so that chances can be summed up.
+SUMMED_UP = [name for name, method in METHODS.items() if method.ratios]
 
 
 @pytest.fixture(autouse=True)
@@ -188,13 +188,13 @@ NO_TREES = [
     (Tree, [(-1, 0, 1, 0)], "level order"), (Tree.from_paths, [[(0, 0)]], r"\(0,\)"),
     (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"), (Tree.from_paths, [[(-1,)]], "elder sibling"),
     (chain, [0], WHOLE), (sequences, [3, 0], WHOLE), (k_ary, [0, 2], WHOLE), (k_ary, [1.5, 2], WHOLE),
-    (expected_tokens, [chain(1), [1.1]], r"in \[0, 1\]"), (optimal_tree, [[], 2], "largest has 1$")]
+    (expected_tokens, [chain(1), [1.1]], "from 0 to 1"), (optimal_tree, [[], 2], "largest has 1$")]
 for _call in (optimal_tree, expected_tokens_table):
     for _bounds in ((-3, 3), (2.5, 3), (3, 0), (3, 3, 0)):
         NO_TREES.append((_call, [[0.5, 0.25], *_bounds], WHOLE))
     for _rates, _message in (
-            ([0.5, -0.1], "in .0, 1."), ([0.5, np.nan], "finite"), ([np.inf], "finite"), (0.5, r"got \(\)"),
-            ([[0.6, 0.1], [0.6, 0.5]], "sum to 1.1"), (np.zeros((0, 3)), r"got \(0, 3\)")):
+            ([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
+            ([[0.6, 0.1], [0.6, 0.5]], "sum to at most 1"), (np.zeros((0, 3)), r"got \(0, 3\)")):
         NO_TREES.append((_call, [_rates, 3, 3], _message))
 
 
@@ -396,9 +396,25 @@ def test_one_child_is_accepted_as_often_as_optimal_transport_allows_and_all_that
         _, accepted = outcome(name, P, Q, 1)
         torch.testing.assert_close(accepted.sum(), optimal, rtol=0, atol=1e-6)
     inside = distribution(torch.where(Q > 0, P + 0.01, 0))
-    for name, k in product(("sequoia", "topk"), (int((Q > 0).sum()), len(Q))):
-        _, accepted = outcome(name, inside, Q, k)
+    for k in (int((Q > 0).sum()), len(Q)):
+        _, accepted = outcome("sequoia", inside, Q, k)
         assert accepted.sum().item() == pytest.approx(1, abs=1e-6)
+        ranks, _ = sample_and_verify(inside[None], Q[None], k, "topk", seeded(0))
+        assert ranks >= 0
+
+
+@pytest.mark.parametrize("name", ["naive", "topk"])
+def test_matching_emits_what_the_target_alone_draws_and_accepts_it_where_it_is_a_child(name):
+    P, Q = random_rows(500)
+    p, q = torch.stack([P, Q]).log()
+    method = METHODS[name]
+    tokens = method.propose(q, 3, seeded(1))
+    rank, residual = method.verify(p, q, tokens, seeded(2))
+    drawn = method.draw(p, 1, seeded(2))
+    assert torch.equal(method.draw(residual, 1, seeded(3)), drawn)
+    found = (tokens == drawn).any(dim=1)
+    assert torch.equal(rank >= 0, found) and 50 < found.sum() < 450
+    assert torch.equal(tokens[found].gather(1, rank[found, None]), drawn[found])
 
 
 def outcomes_of_gumbel(P, Q, k):
@@ -809,7 +825,7 @@ def test_cache_after_steps_equals_fresh_prefill(name):
         decoder.use(tree)
         for _ in range(4):
             text += decoder.step().tokens
-    assert len(text) > 40 and decoder.text().tolist() == text[:-1]
+    assert len(text) > 40 and decoder.text.tolist() == text[:-1]
     assert decoder.length == int(decoder.base) == len(text) - 1
     for model, known in ((decoder.target, len(text) - 1), (decoder.draft, len(text) - 2)):
         fresh = sequoia.CachedModel(model.model)
@@ -867,8 +883,7 @@ def test_joint_distribution_of_three_tokens_equals_enumeration(case, fixed):
         # As `begin` leaves it, without the prompt's pass.
         decoder.seed.random_(generator=decoder.generator)
         decoder.base.fill_(4)
-        decoder.length = 4
-        decoder.new = []
+        decoder.text = prompt[0]
         decoder.tokens[-1] = prompt[0, -1]
         text = [with_tree(decoder, logits, tree)]
         while len(text) < 3:
@@ -1041,7 +1056,7 @@ def test_top_p_does_not_lose_the_drafts_tail(bundled):
         P = decoder.scores(logits[0], slice(None)).softmax(dim=1)
         q = decoder.scores(logits[1], slice(None), level=0)
         children = decoder.method.propose(q, 32, seeded(0))
-        rates = bench.in_turn(bench.ratios_of(decoder.method, P, q, children)).mean(dim=0).numpy()
+        rates = bench.chances_of(decoder.method, P, q, children).mean(dim=0).numpy()
         tokens.append(expected_tokens(optimal_tree(rates, 64, 10), rates))
     assert tokens[1] > 0.93 * tokens[0] > 1.5
 
