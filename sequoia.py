@@ -2,11 +2,10 @@
 
 A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
 verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
-bound by memory reads its weights once a step, whether it scores one token or sixty-four. So a step that
-yields three tokens is three times as fast. Two things limit this. The draft runs once for each level below
-the root. And a large tree is not free, as at some size the target computes longer than it reads. With t(n)
-seconds for a step of n nodes and c for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c)
-times as fast as no tree.
+bound by memory reads its weights once a step, for one token or for sixty-four. So a step that yields three
+tokens is three times as fast. Two things limit this. The draft runs once for each level below the root. And
+at some size the target computes longer than it reads. With t(n) seconds for a step of n nodes and c for a
+draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -17,15 +16,14 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
-    log P, log Q     p, q: scores                the same as scores, logarithms up to a constant, -inf for 0
+    log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
     t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
-device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. Each section needs
-only what stands above it, with three exceptions: section 4 takes section 5's index tensors as an argument,
-the decoder takes its trees from section 7's planner, and a model may carry a mark of section 8, `recorded` or
-`offloaded`. Left out: training drafts, batched serving, recurrent models.
+device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. A section needs only
+what stands above it, but section 4 takes section 5's Layout as an argument, and the decoder takes its trees
+from section 7's planner. Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
@@ -95,8 +93,7 @@ class Tree:
             parent = parents[node]
             least = max(0, parents[node - 1])
             _refuse(not least <= parent < node,
-                    f"nodes must be in level order: the parent of node {node} must be from {least} to "
-                    f"{node - 1}, got {parent}")
+                    f"level order: node {node}'s parent must be from {least} to {node - 1}, got {parent}")
             depths.append(depths[parent] + 1)
             ranks.append(len(children[parent]))
             children[parent].append(node)
@@ -183,10 +180,10 @@ def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
-    Why a sum: a step yields a token for each node that verification reaches. The root stands for the target's
-    own token, which ends the path. The expected number of events that happen is the sum of their chances,
-    however they depend on one another. Why products: a node is reached if it and all its ancestors are
-    accepted, and the rates are taken to be the same whichever ancestors were accepted (Definition 3.2)."""
+    Why a sum: a step yields a token for each node that is accepted, and one more, the target's own, for which
+    the root counts. The expected number of events that happen is the sum of their chances, however they
+    depend on one another. Why products: a node is accepted after all its ancestors, and its rate is taken to
+    be the same whichever those are (Definition 3.2)."""
     rates = _check_rates(acceptance_rates)
     chance = [1.0]
     for node in range(1, tree.size):
@@ -209,8 +206,8 @@ def expected_tokens_table(acceptance_rates, size, depth, max_branch=None):
 
 
 def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
-    """The tree of exactly `size` nodes, on at most `depth` levels and with at most `max_branch` children a
-    node, that has the most expected tokens.
+    """The tree of `size` nodes, on at most `depth` levels and with at most `max_branch` children a node, that
+    has the most expected tokens.
 
     acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted; or (levels,
     ranks), rates[d] for the children of a node on level d, the last row for all deeper levels too. They need
@@ -257,15 +254,14 @@ class _BestSubtrees(NamedTuple):
 
 
 def _best_subtrees(acceptance_rates, size, depth, max_branch):
-    """A function of a level and a number of levels: the _BestSubtrees rooted there. With b children of their
-    root, and rate_b the chance that the b-th is accepted, their value is
+    """A function of a level and a number of levels: the _BestSubtrees rooted there. With n nodes, and b
+    children of their root, of which the b-th is accepted with the chance rate_b, their value is
 
-        with_children(n, b) = max over m of  with_children(n - m, b - 1) + rate_b G(m)          (equation 1)
+        with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
-    over any number of children, and with_children(1, 0) is 1, the root alone. In code it is
-    with_children[b][n]. One more child costs n^2 additions (half would do, m <= n). So trees of up to d
-    levels and b children a node cost d b n^2, for each row of rates."""
+    over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
+    additions (half would do, m <= n): d b n^2 for d levels and b children, for each row of rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
@@ -295,8 +291,8 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     fine = rates.ndim == 2 and len(rates) and (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
-    _refuse(not fine, f"acceptance_rates must be of shape (ranks,) or (levels, ranks), from 0 to 1, and sum to at "
-                      f"most 1 on each level, as at most one child is accepted; got {rates.shape}: {rates}")
+    _refuse(not fine, f"acceptance_rates must be (ranks,) or (levels, ranks), from 0 to 1, and sum to at most 1 "
+                      f"on a level, where one child at most is accepted; got {rates.shape}: {rates}")
     return rates
 
 
@@ -308,9 +304,9 @@ RULED_OUT = -math.inf
 
 
 def uniform(shape, device, generator):
-    """Random numbers between 0 and 1. Subtle: a token of probability p is drawn first where its -log u is
-    about p or less, as `sample_without_replacement` has it. So the least -log u bounds how rare a token can
-    be drawn: 1e-16 with these 53 bits, 6e-8 with float32's 24."""
+    """Random numbers u from 0 to 1. Subtle: a token of probability p is drawn first where -log u is about p
+    or less (`sample_without_replacement` says why). So the least -log u bounds how rare a token can be drawn:
+    1e-16 with these 53 bits, 6e-8 with float32's 24."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
@@ -351,23 +347,21 @@ def shared_noise(seed, positions, vocabulary):
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # The highest 52 bits, so that adding one half, against 0 and 1, is exact. The last shift of splitmix64,
-    # which only mends the lowest bits, is left out.
+    # The highest 52 bits, so that adding one half, which avoids 0 and 1, is exact. splitmix64's last shift
+    # only mends the lowest bits.
     return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
-# In the walk the children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with noise
-# from 0 to 1. If none is, the token is drawn from the residual, what the rejections have left of the target.
-# Methods differ in how children are proposed, in the ratios and in the residual.
+# From the root down, the children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with
+# noise from 0 to 1. If none is, the token is drawn from the residual, what rejections have left of the target.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
 # residual, max(P - Q, 0) normalised, gives each token what is missing: the two add up to P. Several children:
-# after a rejection the residual, the same whichever token was rejected, takes the place of P, and the draft
-# without that token that of Q. By induction the other children yield that residual exactly, so by the case of
-# one child all together yield P.
+# after a rejection the residual takes the place of P, and the draft without the rejected token that of Q. By
+# induction the other children yield that residual exactly, so with the first one all yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -428,9 +422,9 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
-    Q[t]), which must not exceed P[t]: tries <= rho is enough. That holds for rho = k. A smaller rho accepts
-    more, so bisection goes down from k as far as it holds. Any rho that holds is exact: what is missing of P
-    is the residual, so the two add up to P."""
+    Q[t]), which must not exceed P[t]: tries <= rho is enough, and the residual is what is missing of P. It
+    holds for rho = k, as no more than k tries are made. A smaller rho accepts more, and makes fewer tries:
+    bisection finds the least that holds."""
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
@@ -449,8 +443,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     tries, accepted = tries_and_accepted(high)
     left = (P - tries * accepted).clamp(min=0).to(P.dtype)
     s = tokens.clamp(min=0)
-    wanted = torch.where(tokens >= 0, P.gather(1, s), 0)
-    ratios = torch.where(wanted > 0, wanted / (high * Q.gather(1, s)), 0)
+    ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
     return ratios.to(P.dtype), normalise(left, otherwise=P)
 
 
@@ -701,8 +694,8 @@ class Layout:
             width = 1 + max(tree.ranks[child] for child in children)
             chosen = [width * parents.index(tree.parents[child]) + tree.ranks[child] for child in children]
             fed = [-1, 0] if depth == 1 else parents
-            self.levels.append(Level(tensor(parents), tensor(fed), width, tensor(chosen),
-                                     slice(children[0], children[-1] + 1)))
+            places = slice(children[0], children[-1] + 1)
+            self.levels.append(Level(tensor(parents), tensor(fed), width, tensor(chosen), places))
         # Each node's children, -1 where there are no more.
         self.children = tensor([[-1] * max(1, max(tree.ranks) + 1)] * tree.size)        # (size, ranks)
         self.children[self.parent[1:], tree.ranks[1:]] = self.nodes[1:]
@@ -756,10 +749,9 @@ class CachedModel(nn.Module):
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.cache = TreeCache(layers=[])
-        # By the shape of entries, (heads, head_dim): all of this shape, (entries, heads, capacity, head_dim),
-        # so that one operation moves them.
-        self.stores = {}
-        # Each layer's keys and values, views of the stores.
+        # All layers' keys and values, (entries, most heads, capacity, largest head_dim), so that one operation
+        # moves them, and the views of it that the layers use.
+        self.store = torch.empty(0)
         self.entries = []
 
     def feed(self, text, capacity, keep=1):
@@ -772,9 +764,9 @@ class CachedModel(nn.Module):
         for layer in prefill.layers:
             fed += [layer.keys, layer.values]
         self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
-        for heads, width in self.shapes:
-            empty = fed[0].new_zeros(self.shapes.count((heads, width)), heads, 0, width)
-            self.stores.setdefault((heads, width), empty)
+        if not len(self.store):
+            heads, width = map(max, zip(*self.shapes))
+            self.store = fed[0].new_zeros(len(fed), heads, 0, width)
         self.reserve(capacity)
         for ours, theirs in zip(self.entries, fed):
             ours[:, :, : len(text)] = theirs
@@ -784,14 +776,12 @@ class CachedModel(nn.Module):
 
     def reserve(self, capacity):
         """Makes room for so many tokens, and keeps what is there."""
-        views = {}
-        for shape, store in self.stores.items():
-            # Subtle: padding by nothing would copy, and a graph would hold the old memory.
-            if capacity > store.shape[2]:
-                self.stores[shape] = nn.functional.pad(store, (0, 0, 0, capacity - store.shape[2]))
-            views[shape] = iter(self.stores[shape].split(1))
-        if views:
-            self.entries = [next(views[shape]) for shape in self.shapes]
+        if not len(self.store):
+            return
+        # Subtle: padding by nothing would copy, and a graph would hold the old memory.
+        if capacity > self.store.shape[2]:
+            self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
+        self.entries = [entry[None, :heads, :, :width] for entry, (heads, width) in zip(self.store, self.shapes)]
 
     def known(self, tokens):
         """Tokens, (n,), as the model takes them, (1, n). A child that does not exist is -1, and a draft's
@@ -830,8 +820,7 @@ class CachedModel(nn.Module):
 
     def move(self, source, destination):
         """Moves the entries of some slots, (slots,) each, in every layer."""
-        for store in self.stores.values():
-            store.index_copy_(2, destination, store.index_select(2, source))
+        self.store.index_copy_(2, destination, self.store.index_select(2, source))
 
 
 def attention_windows(model):
@@ -848,12 +837,10 @@ def attention_windows(model):
     _refuse(model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
             or kinds.keys() - {"full_attention", "sliding_attention"}
             or needed - inspect.signature(model.forward).parameters.keys(),
-            f"{name} cannot verify a tree: it must be decoder-only, with full or sliding attention in every "
-            f"layer, by positions, and take position_ids and past_key_values")
+            f"{name} cannot verify a tree: each layer must have full or sliding attention by position")
     attention = model.config._attn_implementation
     _refuse(attention not in ("eager", "sdpa"),
-            f"{name} computes attention by {attention}, which takes no tree: load it with "
-            f"attn_implementation='sdpa'")
+            f"{name} with {attention} takes no tree: load it with attn_implementation='sdpa'")
     places = {str(weight.device) for weight in model.parameters()}
     _refuse(len(places) > 1 or model.device.type not in ("cpu", "cuda"),
             f"{name} must be on one device, a CPU or CUDA, and is on {', '.join(sorted(places))}")
@@ -1011,8 +998,8 @@ class Decoder:
         _refuse(model is not self.target.model, "this Decoder was made for another target")
         _refuse(ids.shape[1] == 0, "the prompt is empty")
         _refuse(config.max_length > self.target.context + 1,
-                f"{type(model).__name__} takes texts of up to {self.target.context} tokens; the prompt has "
-                f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
+                f"the model takes texts of up to {self.target.context} tokens; the prompt has {ids.shape[1]}, and "
+                f"with new ones the text up to {config.max_length}")
         _refuse(not 0 <= ids.min() <= ids.max() < self.target.vocabulary,
                 f"token ids must be from 0 to {self.target.vocabulary - 1}, got {ids.min()} to {ids.max()}")
         _refuse(mask.shape != ids.shape or not mask[:, -1].all() or (mask != (mask.cumsum(dim=1) > 0)).any(),
