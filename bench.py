@@ -50,8 +50,8 @@ from sequoia import METHODS, Tree, expected_tokens, optimal_tree, sequences
 
 HERE = Path(__file__).parent
 PLAIN = Tree([-1])
-# On how many of the prompts transformers' own methods run, evenly spaced: they are slow.
-PEERS = 40
+# On how many of its prompts `speed` runs all but plain decoding and sequoia, evenly spaced.
+PEERS = 110
 # A progress bar on standard error, while it is a terminal.
 progress = functools.partial(tqdm, leave=False, disable=None)
 BLACK = "#111827"
@@ -122,13 +122,13 @@ class Report:
         pyplot().close(fig)
         self.say(f"![{name}]({name}.png)")
 
-    def save(self, seconds, device):
+    def save(self, seconds, device, origin):
         """Puts this report into results.md, in place of an earlier one of the same command."""
         path = self.folder / "results.md"
         old = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.exists() else []
         sections = {section.split("\n", 1)[0]: section.rstrip() + "\n" for section in old}
         title = f"`python bench.py {self.command}`"
-        sections[title] = f"{title}\n\n{provenance(device)}; {seconds / 60:.1f} minutes.\n{self.text}"
+        sections[title] = f"{title}\n\n{origin}; {seconds / 60:.1f} minutes.\n{self.text}"
         order = [f"`python bench.py {job}{' --quick' * self.quick}`" for job in jobs(device, self.quick)]
         known = sorted(sections, key=lambda title: order.index(title) if title in order else 99)
         parts = [f"# Results\n\nWritten by `python bench.py all{' --quick' * self.quick}`. ± is half a 95% "
@@ -190,7 +190,7 @@ def pyplot():
 
 def draw_by_size(axis, rows, name, colour, style="-", label=None, shift=0.0):
     """A table's column against its nodes, on a logarithmic axis, estimates with their intervals. shift: by
-    which part of a doubling to the right, so that intervals do not cover each other."""
+    which part of a doubling to the right, so that intervals do not overlap."""
     ticks = [row["nodes"] for row in rows][:: 2 if len(rows) > 7 else 1]
     rows = [row for row in rows if row[name] is not None]
     heights, halves = zip(*(row[name] for row in rows))
@@ -369,8 +369,8 @@ def verification(args, report):
 
 
 def rejection_rates(method, scores, generator, repeats=2):
-    """The chance that all of k children are rejected, (texts, ks): that none is accepted, a mean
-    over positions and draws of proposals and shared noise. scores: each text's, of both models."""
+    """The chance that all of k children are rejected, a mean over positions and draws of proposals and shared
+    noise, (texts, ks). scores: each text's, of both models."""
     rates = np.zeros((len(scores), len(CHILDREN)))
     for text, _ in itertools.product(range(len(scores)), range(repeats)):
         p, q = scores[text]
@@ -493,18 +493,18 @@ class Theirs:
         return Run(seconds, new, new, len(stamps), stamps)
 
 
-def interleave(contenders, prompts, args, label):
-    """Every contender on every prompt, transformers' on PEERS of them, taking turns: their runs by name. A
-    short run of each comes first, to warm up. All have the same seed on the same prompt."""
+def interleave(contenders, prompts, args, label, seldom=()):
+    """Every contender on every prompt, those named in `seldom` on about PEERS, taking turns: their runs by
+    name. A short run of each comes first, to warm up. All have the same seed on the same prompt."""
     for contender in contenders.values():
         # A planner measures for its first forty steps or so.
         contender(prompts[0], 128 if getattr(contender, "measures", False) else 16)
     names = list(contenders)
     runs = {name: Runs() for name in names}
-    every = max(1, len(prompts) // PEERS)
+    every = math.ceil(len(prompts) / PEERS)
     for i, prompt in enumerate(progress(prompts, label)):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            if isinstance(contenders[name], Theirs) and i % every:
+            if name in seldom and i % every:
                 continue
             torch.manual_seed(i)
             runs[name][i] = contenders[name](prompt, args.new_tokens)
@@ -669,7 +669,8 @@ def contenders_for(pair, prompts, temperature, args):
 
 def contest(prompts, temperature, args, report, contenders):
     """A table of all contenders on all prompts. Returns the runs by name."""
-    runs = interleave(contenders, prompts, args, named(temperature))
+    seldom = [name for name in contenders if name[0] not in ("plain", "sequoia")]
+    runs = interleave(contenders, prompts, args, named(temperature), seldom)
     by_name = {name: mine for (name, _), mine in runs.items()}
     rows = []
     for (name, setting), mine in runs.items():
@@ -984,12 +985,12 @@ COMMANDS = {command.__name__: command for command in (
 # Prompts, new tokens of each, temperatures; and the same with --quick.
 DEFAULTS = {
     "trees": ((0, 0, []), (0, 0, [])),
-    "speed": ((110, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "speed": ((330, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "speed --synthetic": ((2, 128, [0.0]), (2, 64, [0.0])),
     "planner": ((60, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
-    "verification": ((32, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
+    "verification": ((28, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
     "traversal": ((12, 64, [0.2, 0.6, 1.0]), (3, 64, [0.6, 1.0])),
-    "scaling": ((18, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "scaling": ((12, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "offload": ((4, 64, [0.6]), (2, 32, [0.6]))}
 
 
@@ -1013,7 +1014,7 @@ def arguments(argv):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(a GPU, if any)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; others for some commands)")
-    add("--count", type=int, metavar="N", help=f"prompts (120; others for some; transformers': {PEERS})")
+    add("--count", type=int, metavar="N", help=f"prompts (330; {PEERS} for most; others elsewhere)")
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; others for some commands)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed: a random pair of these shapes, tuned")
@@ -1033,6 +1034,8 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = [word for word in sys.argv[1:] if word not in (args.command, "--save")] + ["--save"] * args.save
+    # Before anything is written.
+    origin = provenance(args.device)
     try:
         if args.save:
             pyplot()
@@ -1044,7 +1047,7 @@ def main():
             print(f"\n## python bench.py {report.command}", flush=True)
             seconds, _ = timed(lambda: COMMANDS[mine.command](mine, report))
             if args.save:
-                report.save(seconds, args.device)
+                report.save(seconds, args.device, origin)
     except (ValueError, OSError, ImportError) as error:
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2)

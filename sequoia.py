@@ -469,9 +469,9 @@ class Method:
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
 
         layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: a function from a slice of the
-        nodes to their scores, (nodes, V). q: (size, V). The walk asks only for the nodes that it visits. If
-        `static`, all are verified at once and the walk follows their ranks: no shape, no branch depends on
-        the outcome, as a CUDA graph needs it (section 6). Without a graph, visiting fewer nodes is faster."""
+        nodes to their scores, (nodes, V), asked only for the nodes that the walk visits. q: (size, V). If
+        `static`, all are verified at once and the walk follows their ranks: then no shape and no branch
+        depends on the outcome, as a CUDA graph needs it (section 6)."""
         if static:
             children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
@@ -480,7 +480,7 @@ class Method:
                 node = torch.where(rank[node] < 0, node, layout.children[node, rank[node]])
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
-        # What remains of the target, as scores: at first all of it.
+        # As scores. Before any rejection all of the target is left.
         residual = target_scores(slice(0, 1))
         while children := layout.tree.children[node]:
             proposed = tokens[None, children[0] : children[-1] + 1]
@@ -493,15 +493,14 @@ class Method:
 
 
 class Matching(Method):
-    """The target draws its own token, which is accepted if it is a child, and follows the path if not.
+    """The target draws its own token. It is accepted if it is a child, and follows the path if it is none.
 
-    Where the likeliest token is "drawn", this is the limit of temperature 0, greedy decoding. With shared
-    noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978). The likeliest token by score plus Gumbel
+    Where the likeliest token is "drawn" this is greedy decoding, the limit of temperature 0. With shared
+    noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel
     noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its positions use
-    the same noise. Here a position owns its noise: seed and position name it. So a seed names a text,
-    whatever the tree, the draft or the speed of the machine, as far as scores do not depend on them by
-    rounding. The draft knows the noise too: its children are the likeliest by its scores plus the same noise,
-    and often right.
+    the same noise. Here seed and position name the noise. So a seed names a text, whatever the tree, the
+    draft or the speed of the machine, but for rounding. The draft knows the noise too: its children are the
+    likeliest by its scores plus the same noise, and often right.
 
     Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child has been looked
     at when the child is tried. Tried with the same noise, it would be accepted too often or too seldom. Here
@@ -532,27 +531,29 @@ class Traversal(Method):
     """Traversal verification (arXiv 2505.12398): from the leaves to the root, so that a child which would be
     rejected alone can be accepted for what comes below it.
 
-    On a chain the walk reaches a node with the product of min(ratio, 1), and wastes what a ratio exceeds 1.
-    Say the draft gives two tokens 0.8 and 0.4, and the target 0.4 and 0.8. Their ratios are 0.5 and 2. The
-    walk reaches the second with 0.5 * 1. But both models give the pair 0.32, so it can always be accepted.
+    Say the draft gives the two tokens of a chain 0.8 and 0.4, the target 0.4 and 0.8. Their ratios are 0.5
+    and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
+    accepted. The walk cuts each ratio at 1, traversal their product. A child with token t has the mass
 
-    The mass a of a node is the chance that the path ends there or below, given that all that was tried before
-    it, elder siblings and what is below them, was rejected. The root's is 1. A child's, for its token t, is
-    min(a R[t] / D[t], 1) with its parent's a: 0.5 for the first token, and min(0.5 * 2, 1) = 1 for the
-    second. So the mass is at least the walk's probability, and as the expected tokens are a sum over nodes,
-    on a chain traversal never yields fewer on average. In a tree that branches it mostly does, but a child
-    may take mass, and end the path early, that the walk would have left to its sibling: after a child of mass
-    1 no younger one is tried.
+        min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
-    If a child and all below it are rejected, its parent may still be accepted. The child's token is drawn
-    from D, so on average over t it takes the sum of D[t] min(a R[t] / D[t], 1) = min(a R[t], D[t]). It leaves
-    max(a R - D, 0), in all `left`. As R sums to 1 the two sums are a together: it takes a - left. All below
-    is rejected with probability 1 - a + left, and then `left` of it is still the parent's. So its mass
-    becomes left / (left + 1 - a), its residual max(a R - D, 0) / left, and the path ends at the parent or
-    below with a - left + left = a, as its mass said. The next sibling is tried with this mass and residual,
-    its D without the rejected token. For the root, with a = 1, the mass stays 1.
+    where a is its parent's mass, and the root's is 1. A mass is the chance that the path ends at the node or
+    below, if all that was tried before it, elder siblings and what is below them, was rejected.
 
-    Where only the root has children traversal is the walk, so it has ratios, for `sample_and_verify`."""
+    A child is drawn from D and takes its mass, so of a R it takes min(a R, D) on average over t. It leaves
+    max(a R - D, 0), in all `left`, and it takes nothing with probability 1 - (a - left). If it and all below
+    it are rejected, its parent is left with
+
+        mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
+
+    with which the next sibling is tried, from D without the rejected token, and at last the parent itself.
+    The two ways together end the path at the parent or below with (a - left) + left = a, as its mass says.
+    At the root, with a = 1, the mass stays 1.
+
+    On a chain a mass is at least the walk's chance to reach the node, so traversal never yields fewer tokens
+    on average. Where a tree branches it mostly yields more, but a child may take mass, and end the path
+    early, that the walk would have left to its sibling. Where only the root has children it is the walk, so
+    it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
@@ -697,8 +698,9 @@ class Layout:
             places = slice(children[0], children[-1] + 1)
             self.levels.append(Level(tensor(parents), tensor(fed), width, tensor(chosen), places))
         # Each node's children, -1 where there are no more.
-        self.children = tensor([[-1] * max(1, max(tree.ranks) + 1)] * tree.size)        # (size, ranks)
-        self.children[self.parent[1:], tree.ranks[1:]] = self.nodes[1:]
+        most = max(1, *map(len, tree.children))
+        rows = [[*children] + [-1] * (most - len(children)) for children in tree.children]
+        self.children = tensor(rows)                                                    # (size, most)
         # From the root to each node, which is repeated to fill its row.
         paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
         self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
