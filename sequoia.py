@@ -30,6 +30,7 @@ from section 7's planner. Left out: training drafts, batched serving, recurrent 
 """
 import argparse
 import functools
+import gc
 import inspect
 import math
 import operator
@@ -741,11 +742,10 @@ class TreeCache(Cache):
         return visible
 
 
-class CachedModel(nn.Module):
+class CachedModel:
     """A transformers model with a KV cache that grows, fed with a text, then with nodes of trees."""
 
     def __init__(self, model):
-        super().__init__()
         self.model = model
         self.windows = attention_windows(model)
         self.context = context_of(model)
@@ -802,7 +802,7 @@ class CachedModel(nn.Module):
         self.positions = placement.positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
-        """One pass over some nodes: the tree's tokens (size + 1,), which (nodes,) -> logits (nodes, V)."""
+        """One pass over some nodes: the tree's tokens (size + 1,), an index of nodes -> logits (nodes, V)."""
         return getattr(self.model, "recorded", self.forward)(*self.inputs(tokens, nodes))
 
     def inputs(self, tokens, nodes):
@@ -1136,8 +1136,12 @@ class Decoder:
         program = self.replay if self.static and self.steps > 1 else self.program
         # If static, the step's one copy to the host.
         node, token, *tokens, _ = program().tolist()
-        path = self.layout.tree.mask[node].nonzero()[1:, 0].tolist()
-        step = Step(self.layout.tree, tokens, path, token)
+        tree = self.layout.tree
+        path = []
+        while node:
+            path.insert(0, node)
+            node = tree.parents[node]
+        step = Step(tree, tokens, path, token)
         # The old root and the accepted nodes. The token after them is the new root.
         self.text = torch.cat([self.text, self.text.new_tensor(tokens[:1] + step.tokens[:-1])])
         # A step without a tree leaves the draft behind.
@@ -1168,7 +1172,7 @@ class Decoder:
         missing = ((self.tokens < 0) & layout.mask).any(dim=1)
         self.tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
-        logits = self.target.score(self.tokens, layout.nodes)                           # (size, V)
+        logits = self.target.score(self.tokens, slice(layout.tree.size))                # (size, V)
         # 4. Verification finds the path to keep and the token after it.
         node, token = self.method.verify_tree(
             layout, self.tokens, lambda nodes: self.scores(logits[nodes], nodes), self.q, self.generator,
@@ -1272,12 +1276,13 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 
-# Acceptance rates before any evidence: a decent draft, a power law in the rank. And the most nodes of a plan.
+# Acceptance rates before any evidence: a decent draft, a power law in the rank.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
+# The most nodes of a tree.
 LARGEST = 256
-# Of one size: what sets their times apart is four draft passes.
-STAR = sequences(5, 1)
-CHAIN = chain(5)
+# Noise only adds to a time. So a tree's time is the least of three steps with it, later of the last eight.
+FEW = 3
+MANY = 8
 
 
 class Latency(NamedTuple):
@@ -1291,33 +1296,25 @@ class Latency(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A tree and what it promises: tokens a step, and how many times the speed of plain decoding."""
+    """A tree and what it promises."""
     tree: Tree
-    tokens: float
-    speedup: float
+    tokens: float            # a step
+    seconds: float           # a step
+    speedup: float           # how many times the speed of plain decoding
 
 
 def plan(rates, latency):
-    """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), up to 1%, over sizes up to
-    the largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
+    """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), over all sizes up to the
+    largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
-    # A node of so small a tree hardly ever has use for more children.
-    rates = np.atleast_2d(rates)[:, : max(8, largest // 16)]
     deepest = min(largest, 2 * largest.bit_length())
-    G = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)                  # (largest, deepest)
+    tokens = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)             # (largest, deepest)
     n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
-    speedup = G * latency.t[0] / latency.of_step(n, d)
-    # Of the depths within 1% of the best the deepest: it shows more of how often deep nodes are accepted.
-    depth = int((speedup.max(axis=0) > 0.99 * speedup.max()).nonzero()[0][-1])
-    size = int(speedup[:, depth].argmax())
-    tree = optimal_tree(rates, size + 1, depth + 1)
-    return Plan(tree, float(G[size, depth]), float(speedup[size, depth]))
-
-
-@functools.cache
-def decent_tree(size, vocabulary):
-    """A tree to begin with, before anything was counted."""
-    return optimal_tree(PRIOR[: min(size, vocabulary)], size, size.bit_length())
+    seconds = latency.of_step(n, d)
+    pace = tokens / seconds
+    best = np.unravel_index(pace.argmax(), pace.shape)
+    tree = optimal_tree(rates, n[best], d[best])
+    return Plan(tree, float(tokens[best]), float(seconds[best]), float(pace[best] * latency.t[0]))
 
 
 class Planner:
@@ -1328,82 +1325,76 @@ class Planner:
 
     def __init__(self, shape, vocabulary, warm_up):
         self.shape = shape
-        self.vocabulary = vocabulary
         self.warm_up = warm_up
         self.prior = PRIOR[:vocabulary]
-        self.steps = 0
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
+        self.patience = 0        # for how many steps it does not measure anew
         self.measure_anew()
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
             optimal_tree(self.prior, *shape)
 
     def measure_anew(self):
-        self.seconds = {}        # by tree: the times of the steps with it
-        self.measured = False
-        self.due = 0             # the number of steps from which on it plans again
-        self.trusted = 2 * self.steps       # and from which on it may measure anew
+        self.steps = 0           # since it began to measure
+        self.due = 0             # the number of steps from which on it plans again, 0 while it measures
+        self.seconds = {}        # by tree: the times of the last steps with it
+        # The trees to be timed. A decent one comes first: the text is being decoded already. The last has as
+        # many nodes, and takes four draft passes more.
+        self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
         """The tree for the next step."""
         if isinstance(self.shape, Tree):
             return self.shape
-        if self.shape == "auto" and not self.measured:
-            for tree in self.schedule():
-                if len(self.seconds.get(tree, ())) < self.warm_up + 2:
+        if self.shape == "auto":
+            for tree in self.trials:
+                if len(self.seconds.get(tree, ())) < self.warm_up + FEW:
                     return tree
-            self.measured = True
         # Planned again when as much again has been seen.
         if self.steps >= self.due:
-            self.due = max(60, 2 * self.steps)
-            if self.shape == "auto":
-                self.foretold = self.latency()
-                self.plan = plan(self.rates(), self.foretold)
-                self.tree = self.plan.tree
-            else:
-                self.tree = optimal_tree(self.rates(), *self.shape)
+            self.due = max(32, 2 * self.steps)
+            self.tree = self.planned() if self.shape == "auto" else optimal_tree(self.rates(), *self.shape)
         return self.tree
 
-    def schedule(self):
-        """The trees to be timed, each for two steps after those that warm up. From 16 on sizes grow by a half
-        at most. Where t(n) is flat up to a bend and then proportional to n, this misses it by a tenth at
-        most. The last has 2.5 t(1): larger trees hardly ever pay."""
-        def decent(size):
-            return decent_tree(size, self.vocabulary)
-
-        # A decent tree comes first: the text is being decoded already.
-        yield from (decent(8), NO_TREE, CHAIN, decent(16), STAR, decent(4))
-        for size in (24, 32, 48, 64, 96, 128, 192, LARGEST):
-            latency = self.latency()
-            if latency.t[-1] >= 2.5 * latency.t[0]:
-                break
-            yield decent(size)
+    def planned(self):
+        """The planned tree. But while no tree half again as large has been timed, a larger one, to be timed: it
+        may be faster, and between timed sizes t(n) is a guess."""
+        latency = self.latency()
+        # A node hardly ever has use for more children.
+        rates = self.rates()[:, :16]
+        self.plan = plan(rates, latency)
+        size = self.plan.tree.size
+        larger = min([n for n in latency.sizes if n > size], default=3 * size)
+        between = (size + larger) // 2
+        if larger <= size + (size + 1) // 2 or between > LARGEST:
+            return self.plan.tree
+        self.due = 0
+        self.trials.append(optimal_tree(rates, between, self.plan.tree.depth + 1))
+        return self.trials[-1]
 
     def latency(self):
         """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
         step = {}
         for tree, times in self.seconds.items():
-            if len(times) > self.warm_up:
-                step[tree] = statistics.median_low(times[self.warm_up :][-32:])
-        c = max(0.0, (step[CHAIN] - step[STAR]) / 4)
+            if len(times) >= self.warm_up + FEW:
+                step[tree] = min(times[self.warm_up :])
+        branched, root, straight = self.trials[:3]
+        c = max(0.0, (step[straight] - step[branched]) / 4)
         t = {}
         for tree, seconds in step.items():
-            # No more than nine tenths can have been draft passes, whatever the noise.
-            without_draft = max(seconds - (tree.depth - 1) * c, seconds / 10)
-            t[tree.size] = min(without_draft, t.get(tree.size, math.inf))
+            # A pass over more tokens takes no less than one over a single token.
+            t[tree.size] = max(step[root], seconds - (tree.depth - 1) * c)
         sizes = sorted(t)
-        # Noise only adds to a time. So a tree takes no longer than the fastest larger one.
-        least = np.minimum.accumulate([t[n] for n in reversed(sizes)])[::-1]
-        return Latency(sizes, least.tolist(), c)
+        return Latency(sizes, [t[size] for size in sizes], c)
 
     def learn(self, step, seconds):
         """Takes in what a step has shown: its time, and which children a walk to its end would have tried."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
-            row = min(level, len(self.tried) - 1)
+            row = min(level, 3)
             for rank, child in enumerate(step.tree.children[node][: len(self.prior)]):
                 if step.node_tokens[child] < 0:
                     break
@@ -1413,23 +1404,27 @@ class Planner:
                     break
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
-        del times[self.warm_up : -64]
-        recent = times[self.warm_up :][-8:]
-        # Where steps take 1.5 times as long as foretold, or 1 / 1.5, all is measured anew, but not before the
-        # number of steps has doubled: it may be the forecast that is wrong, and not the machine.
-        if self.measured and len(recent) == 8 and self.steps >= self.trusted:
-            change = statistics.median_low(recent) / self.foretold.of_step(step.tree.size, step.tree.depth)
-            if not 1 / 1.5 < change < 1.5:
+        # Those that warm up are the oldest.
+        del times[: -self.warm_up - MANY]
+        recent = times[self.warm_up :]
+        if self.plan and self.due and len(recent) == MANY and step.tree == self.plan.tree:
+            # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
+            # measuring takes no more than a part of the time.
+            if not 0.8 < min(recent) / self.plan.seconds < 1.25 and self.steps >= self.patience:
                 self.measure_anew()
+                self.patience = 200
+                # These times are new, so the next forecast for this tree will be right.
+                self.seconds[step.tree] = times
 
-    def rates(self, weight=8.0):
+    def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
-        chance that it is tried. A level's prior is the level above, and counts like `weight` tries."""
-        when_tried = self.prior / (1 - np.concatenate([[0], self.prior.cumsum()[:-1]]))
+        chance that it is tried. A level's prior is the level above, and counts like eight tries."""
+        when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
-            when_tried = (accepted + weight * when_tried) / (tried + weight)
-            rows.append(when_tried * np.cumprod([1, *(1 - when_tried[:-1])]))
+            when_tried = (accepted + 8 * when_tried) / (tried + 8)
+            is_tried = np.cumprod(1 - when_tried) / (1 - when_tried)
+            rows.append(when_tried * is_tried)
         return np.stack(rows)
 
 
@@ -1439,11 +1434,12 @@ class Planner:
 def packable_dtypes():
     """The dtypes whose products oneDNN, the CPU's matrix library, can pack here. Its operators are private to
     torch, so some builds have none."""
-    operators = getattr(torch.ops, "mkldnn", None)
     needed = ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight")
-    if not all(hasattr(operators, name) for name in needed):
+    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return ()
-    return (torch.float32, torch.bfloat16) if operators._is_mkldnn_bf16_supported() else (torch.float32,)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32, torch.bfloat16
+    return (torch.float32,)
 
 
 def packed_product(x, weight, bias: Tensor | None):
@@ -1482,30 +1478,31 @@ def pack(model, rows=16):
     model.requires_grad_(False)
     small.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
-    far = max(0, min(small.context, 10**6) - 24)
     examples = []
-    for base, nodes, ahead in ((4, 3, 0), (4, 15, 0), (5, 7, 0), (14, 2, 0), (16, 4, 0), (4, 3, far)):
+    # The first is recorded. The others have more nodes behind a longer text, the last at the context's end.
+    for base, nodes, ahead in ((4, 3, 0), (5, 7, 0), (16, 15, 10**6)):
         small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
-        small.positions = small.positions + ahead
+        small.positions = (small.positions + ahead).clamp(max=small.context - 1)
         examples.append(small.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
 
     def outputs(forward):
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(small.forward))
-    for layer in model.modules():
+    # The trace's module. It holds the packed weights, which cannot be constants of a trace as others can.
+    recording = nn.Module()
+    recording.forward = small.forward
+    for i, layer in enumerate(model.modules()):
         if type(layer) is nn.Linear:
             pack_linear(layer, rows)
+            recording.register_buffer(f"weight_{i}", layer.weight)
     packed = outputs(small.forward)
     _refuse((torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
     model.recorded = small.forward
     try:
         with warnings.catch_warnings(action="ignore"):
-            traced = torch.jit.trace(small.eval(), examples[0], check_trace=False)
-        # Subtle: without this, an error in a frozen recording ends the process.
-        torch._C._jit_pass_inline(traced.graph)
-        frozen = torch.jit.freeze(traced)
+            frozen = torch.jit.freeze(torch.jit.trace(recording.eval(), examples[0], check_trace=False))
 
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
@@ -1518,72 +1515,66 @@ def pack(model, rows=16):
         # There is no trace of this model. It runs packed.
         pass
 
-    def refuse(*_):
+    def refuse(*args, **kwargs):
         raise RuntimeError("a packed model cannot be saved or loaded: its weights are laid out anew")
 
-    model.register_state_dict_pre_hook(refuse)
-    model.register_load_state_dict_pre_hook(refuse)
+    model.state_dict = refuse
+    model.load_state_dict = refuse
     return model
 
 
 @torch.no_grad()
 def offload(model, device, resident=0):
-    """Moves a model to a device, in place, all but the weights of its decoder layers, for a target larger
-    than the device. Those stay in host memory, pinned for a GPU. Two sets of buffers on the device take them
-    in turns: while a layer is computed from one, the next is copied to the other. Such a model must not be
-    used by two threads at once.
-
-    resident: how many layers stay on the device all the same. After the last layer comes the first one's
-    copy, into the other set: so an even number of layers streams, and one more stays if the rest are odd.
-    Raises ValueError for a packed or offloaded model, one without a list of layers, and layers that share
-    weights."""
+    """Moves a model to a device, in place, for a target larger than the device. The weights of its decoder
+    layers, but for the first `resident` ones, stay in host memory, pinned for a GPU. While a layer is
+    computed from a copy on the device, the next layer is copied: the device holds two copies at most. Such a
+    model must not be used by two threads at once. Raises ValueError for a packed or offloaded model, one
+    without a list of layers, and layers that share weights."""
     device = torch.device(device)
     cuda = device.type == "cuda"
+    name = type(model).__name__
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     _refuse(not lists or {"recorded", "offloaded"} & vars(model).keys(),
-            f"{type(model).__name__} is packed or offloaded, or has no list of {count} layers")
-    layers = lists[0][resident + (count - resident) % 2 :]
-    weights = [list(layer.parameters()) for layer in layers]
-    streaming = {id(weight) for layer in weights for weight in layer}
+            f"{name} is packed or offloaded, or has no list of {count} layers")
+    layers = lists[0][resident:]
     uses = [id(weight) for _, weight in model.named_parameters(remove_duplicate=False)]
-    _refuse(sum(map(uses.count, streaming)) > len(streaming),
-            f"{type(model).__name__} has layers that share weights")
-    stored = []
-    buffers = {}
-    held = {}
+    _refuse(any(uses.count(id(weight)) > 1 for weight in layers.parameters()),
+            f"{name} has layers that share weights")
+    weights = [list(layer.parameters()) for layer in layers]
     stream = torch.cuda.Stream(device) if cuda else None
+    host = []
+    copies = {}
 
     def fetch(i):
-        """Starts to copy layer i to its buffers, unless it is there."""
-        if held.get(i % 2) != i:
-            if cuda:
-                # The layer that used these buffers last has been computed.
-                stream.wait_stream(torch.cuda.current_stream(device))
-            # Whose copy is broken off is not there.
-            held.pop(i % 2, None)
-            with torch.cuda.stream(stream):
-                for weight, source in zip(weights[i], stored[i]):
-                    weight.data.copy_(source, non_blocking=True)
-            held[i % 2] = i
+        """Starts to copy layer i, unless there is a copy."""
+        if i not in copies:
+            copies[i] = [weight.to(device, non_blocking=True, copy=True) for weight in host[i]]
 
     def before(i, *_):
         """Layer i is about to be computed."""
-        fetch(i)
+        # Now its copy has arrived, and the layer before it has been computed. As nothing runs, the memory of
+        # a copy may be filled on one stream, read on another and freed without `record_stream`.
         if cuda:
-            torch.cuda.current_stream(device).wait_stream(stream)
-        fetch((i + 1) % len(layers))
+            torch.cuda.synchronize(device)
+        for other in copies.keys() - {i}:
+            for weight in weights[other]:
+                weight.data = weight.new_empty(0)
+            del copies[other]
+        # It has no copy in the first pass, or after one that was broken off.
+        fetch(i)
+        for weight, copy in zip(weights[i], copies[i]):
+            weight.data = copy
+        with torch.cuda.stream(stream):
+            fetch((i + 1) % len(layers))
 
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in streaming:
-            tensor.data = tensor.data.to(device)
-    for i, layer in enumerate(weights):
-        stored.append([weight.data.pin_memory() if cuda else weight.data for weight in layer])
-        for j, weight in enumerate(layer):
-            kind = (i % 2, j, weight.shape, weight.dtype)
-            buffer = buffers.setdefault(kind, torch.empty_like(weight, device=device))
-            weight.data = buffer.data
-        layers[i].register_forward_pre_hook(functools.partial(before, i))
+    for i, layer in enumerate(layers):
+        host.append([weight.data.pin_memory() if cuda else weight.data for weight in weights[i]])
+        for weight in weights[i]:
+            # Without a copy it has no memory, but counts as on the device.
+            weight.data = weight.new_empty(0, device=device)
+        layer.register_forward_pre_hook(functools.partial(before, i))
+    model.to(device)
     model.offloaded = True
     return model.eval().requires_grad_(False)
 
@@ -1619,19 +1610,21 @@ def arguments(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (the bundled target)")
-    add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (the bundled)")
+    add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (%(default)s)")
+    add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (%(default)s)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="in tokens (128)")
-    add("--temperature", type=float, default=0.6, metavar="T", help="0 is greedy, 1 the model's own (0.6)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="in tokens (%(default)s)")
+    add("--temperature", type=float, default=0.6, metavar="T",
+        help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability together, "
         "0 to 1 (all)")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (all)")
     add("--seed", type=int, default=0, help="the same seed and tree give the same text; with --method gumbel "
-        "any tree (0)")
-    add("--method", default="sequoia", choices=METHODS, help="how children are drawn and verified (sequoia)")
+        "any tree (%(default)s)")
+    add("--method", default="sequoia", choices=METHODS, help="how children are drawn and verified "
+        "(%(default)s)")
     add("--tree", default="auto", help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so "
-        "many nodes on so many levels), or none, which is plain decoding (auto)")
+        "many nodes on so many levels), or none, which is plain decoding (%(default)s)")
     add("--device", default=gpu if torch.cuda.is_available() else "cpu", help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
@@ -1650,9 +1643,10 @@ def parse_tree(spec):
         return spec
     if spec == "none":
         return NO_TREE
-    _refuse(not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", spec),
+    size, _, depth = spec.partition("x")
+    _refuse(not size.isdecimal() or not depth.isdecimal(),
             f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
-    return tuple(map(int, spec.split("x")))
+    return int(size), int(depth)
 
 
 def read(kind, name, **kwargs):
@@ -1660,15 +1654,17 @@ def read(kind, name, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
     except Exception as error:
-        reason = " ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        raise ValueError(f"cannot load {name} (no network, wrong name, damaged files?): {reason}") from error
+        reason, _, _ = str(error).strip().partition("\n")
+        raise ValueError(f"cannot load {name} (no network, wrong name, damaged files?): "
+                         f"{type(error).__name__} {reason}") from error
 
 
 def load(name, args, large=False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
     ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
     sharded = large and RANKS > 1
-    mapped = large and args.offload and args.device == "cpu"
+    offloaded = large and args.offload
+    mapped = offloaded and args.device == "cpu"
     kwargs = {}
     if sharded:
         _refuse(not transformers.utils.is_accelerate_available(), "torchrun needs the package accelerate")
@@ -1676,17 +1672,19 @@ def load(name, args, large=False):
         from transformers.distributed import DistributedConfig
         kwargs["distributed_config"] = DistributedConfig(tp_size=RANKS)
     good = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
-    # Weights that keep their files' dtype are mapped, and the system pages them in and out.
-    dtype = args.dtype or ("auto" if mapped else "bfloat16" if good else "float32")
-    model, found = read(AutoModelForCausalLM, name, dtype=dtype, output_loading_info=True,
+    dtype = "bfloat16" if good else "float32"
+    if mapped:
+        # Weights that keep their files' dtype are mapped, and the system pages them in and out.
+        dtype = "auto"
+    model, found = read(AutoModelForCausalLM, name, dtype=args.dtype or dtype, output_loading_info=True,
                         ignore_mismatched_sizes=True, **kwargs)
-    lost = sorted(found["missing_keys"]) + [key for key, *_ in found["mismatched_keys"]]
-    _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
-    if large and args.offload and not mapped:
+    lost = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {sorted(lost)[:1]}")
+    if offloaded and not mapped:
         return offload(model, args.device)
-    if mapped or sharded:
-        return model.eval()
-    return pack(model.to(args.device).eval())
+    if sharded or mapped:
+        return model
+    return pack(model.to(args.device))
 
 
 def load_tokenizer(args):
@@ -1694,18 +1692,17 @@ def load_tokenizer(args):
     target = read(AutoTokenizer, args.target)
     draft = target if args.tree == NO_TREE else read(AutoTokenizer, args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
-    for tokenizer in (target, draft):
-        differing -= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    _refuse(differing, f"{args.target} and {args.draft} have different tokens; a draft needs its target's")
-    if target.get_vocab() != draft.get_vocab():
+    added = [*target.added_tokens_decoder.values(), *draft.added_tokens_decoder.values()]
+    special = {token.content for token in added if token.special}
+    _refuse(differing - special,
+            f"{args.target} and {args.draft} have different tokens; a draft needs its target's")
+    if differing:
         warnings.warn("the tokenizers differ in added special tokens, which the draft will not guess")
     return target
 
 
 def decode_prompt(args):
     """Loads, decodes, prints. Returns the exit code."""
-    if RANKS > 1:
-        torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     tokenizer = load_tokenizer(args)
     text = args.prompt
     if text.startswith("@"):
@@ -1715,12 +1712,10 @@ def decode_prompt(args):
     draft = None if args.tree == NO_TREE else load(args.draft, args)
     target = load(args.target, args, large=True)
     steps = []
-    stamps = []
 
     def on_step(step):
         steps.append(step)
-        stamps.append(time.perf_counter())
-        if args.explain and not RANK:
+        if args.explain:
             words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
             for node in (0, *step.path):
                 words[node] = f"[{words[node]}]"
@@ -1728,8 +1723,9 @@ def decode_prompt(args):
 
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
-    streamer = None if args.explain or RANK else TextStreamer(tokenizer)
+    streamer = None if args.explain else TextStreamer(tokenizer)
     code = 0
+    begun = time.perf_counter()
     try:
         out = target.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0,
@@ -1737,39 +1733,36 @@ def decode_prompt(args):
             temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p,
             max_new_tokens=args.max_new_tokens)
         count = out.shape[1] - ids.shape[1]
-        if args.explain and not RANK:
+        if args.explain:
             print(tokenizer.decode(out[0]))
     except KeyboardInterrupt:
         code = 130
         count = sum(len(step.tokens) for step in steps)
     if not RANK:
-        summarise(args, decoder, steps, stamps, count)
+        summarise(args, decoder, steps, count, time.perf_counter() - begun)
     if RANKS > 1:
         torch.distributed.destroy_process_group()
     return code
 
 
-def counted(number, noun):
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def summarise(args, decoder, steps, stamps, count):
-    """Says on standard error what the text cost."""
+def summarise(args, decoder, steps, count, seconds):
+    """Says on standard error what a text of `count` tokens cost."""
     say = functools.partial(print, file=sys.stderr)
-    tokens = [len(step.tokens) for step in steps]
-    pace = sum(tokens[1:]) / (stamps[-1] - stamps[0]) if len(steps) > 1 else 0.0
-    tree = steps[-1].tree if steps else NO_TREE
-    drawn = f", seed {args.seed}" if args.temperature else ""
-    say(f"\n{counted(count, 'token')} in {counted(len(steps), 'step')}, "
-        f"{sum(tokens) / max(1, len(steps)):.2f} tokens a step, {pace:.0f} a second\n"
-        f"tree: {counted(tree.size, 'node')} on {counted(tree.depth, 'level')}; method: {args.method}, "
-        f"temperature {args.temperature:g}{drawn}, {decoder.target.model.dtype} on {args.device}")
-    asked = {TemperatureLogitsWarper} | ({TopPLogitsWarper} if args.top_p else set())
-    asked |= {TopKLogitsWarper} if args.top_k else set()
-    added = [type(one).__name__ for one in getattr(decoder, "processors", ()) if type(one) not in asked]
+    per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
+    say(f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
+        f"{count / seconds:.1f} a second")
+    if not steps:
+        return
+    tree = steps[-1].tree
+    seed = f", seed {args.seed}" if args.temperature else ""
+    say(f"tree {tree.size}x{tree.depth}, method {args.method}, temperature {args.temperature:g}{seed}, "
+        f"{decoder.target.model.dtype} on {args.device}")
+    asked = {TemperatureLogitsWarper: args.temperature, TopPLogitsWarper: args.top_p,
+             TopKLogitsWarper: args.top_k}
+    added = [type(one).__name__ for one in decoder.processors if not asked.get(type(one))]
     if added:
         say(f"{args.target}'s generation config adds {', '.join(added)}")
-    found = decoder.planner.plan if steps else None
+    found = decoder.planner.plan
     if found:
         say(f"plan: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain decoding")
         if args.temperature and args.method != "gumbel":
@@ -1779,9 +1772,14 @@ def summarise(args, decoder, steps, stamps, count):
 
 def main(argv=None):
     """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
+    # Else Python looks for garbage among a million imported objects, above all when it ends: half a second.
+    gc.freeze()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
+    if RANK:
+        # Rank 0 prints the text. Errors are any rank's.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         return decode_prompt(arguments(argv))
     # A device that is not there is a RuntimeError, or an AssertionError where torch has no CUDA at all.
