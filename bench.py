@@ -468,7 +468,7 @@ class Ours:
         for prompt in progress(prompts, f"learning, {named(self.temperature)}"):
             self(prompt, args.new_tokens)
         # While it measures anew, as the machine has changed its speed, it knows no latency.
-        while self.measures and not self.decoder.planner.measured:
+        while self.measures and not self.decoder.planner.due:
             self(prompts[0], args.new_tokens)
         return self.decoder.planner
 
@@ -935,7 +935,7 @@ def trees_around(chosen, rates, latency):
     near = sorted(sorted(distance, key=distance.get)[:9], key=lambda tree: (tree.size, tree.depth))
     trees = {f"{tree.size}x{tree.depth}": tree for tree in near}
     for k, length in ((1, 3), (2, 4), (4, 4)):
-        trees[f"{sequoia.counted(k, 'sequence')} of {length}"] = sequences(k, length)
+        trees[f"sequences {k} of {length}"] = sequences(k, length)
     return trees
 
 

@@ -35,8 +35,6 @@ import inspect
 import math
 import operator
 import os
-import re
-import statistics
 import sys
 import threading
 import time
@@ -1305,9 +1303,9 @@ class Plan(NamedTuple):
 
 def plan(rates, latency):
     """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), over all sizes up to the
-    largest timed one and depths up to twice a binary tree's. rates: as in `optimal_tree`."""
+    largest timed one and depths up to twice the largest binary tree's. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
-    deepest = min(largest, 2 * largest.bit_length())
+    deepest = min(largest, 2 * LARGEST.bit_length())
     tokens = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)             # (largest, deepest)
     n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
     seconds = latency.of_step(n, d)
@@ -1349,6 +1347,10 @@ class Planner:
         if isinstance(self.shape, Tree):
             return self.shape
         if self.shape == "auto":
+            if 0 < self.due <= self.steps:
+                # A wrong c would not show. It is measured again, by the first trial and the last of three.
+                del self.seconds[self.trials[0]], self.seconds[self.trials[2]]
+                self.due = 0
             for tree in self.trials:
                 if len(self.seconds.get(tree, ())) < self.warm_up + FEW:
                     return tree
@@ -1359,7 +1361,7 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But while no tree half again as large has been timed, a larger one, to be timed: it
+        """The planned tree. But while no tree a quarter larger has been timed, a larger one, to be timed: it
         may be faster, and between timed sizes t(n) is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
@@ -1368,7 +1370,7 @@ class Planner:
         size = self.plan.tree.size
         larger = min([n for n in latency.sizes if n > size], default=3 * size)
         between = (size + larger) // 2
-        if larger <= size + (size + 1) // 2 or between > LARGEST:
+        if larger <= size + (size + 3) // 4 or between > LARGEST:
             return self.plan.tree
         self.due = 0
         self.trials.append(optimal_tree(rates, between, self.plan.tree.depth + 1))
@@ -1410,7 +1412,7 @@ class Planner:
         if self.plan and self.due and len(recent) == MANY and step.tree == self.plan.tree:
             # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
             # measuring takes no more than a part of the time.
-            if not 0.8 < min(recent) / self.plan.seconds < 1.25 and self.steps >= self.patience:
+            if not 0.7 < min(recent) / self.plan.seconds < 1.4 and self.steps >= self.patience:
                 self.measure_anew()
                 self.patience = 200
                 # These times are new, so the next forecast for this tree will be right.

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import doctest
 import functools
+import gc
 import heapq
 import json
 import math
@@ -1536,18 +1537,18 @@ def test_acceptance_rates_approach_the_true_ones():
     assert np.abs(planner.rates()[:2, :3] - true).max() < 0.02
 
 
-def test_the_plan_is_the_deepest_within_1_percent_of_the_best_of_all_sizes_and_depths():
-    """Of depths up to twice that of a binary tree of the largest size, 7."""
+def test_the_plan_is_the_best_of_all_sizes_and_depths():
+    """Of depths up to 18, twice that of a binary tree of 256 nodes."""
     rates = sequoia.PRIOR[:8]
     sizes = [1, 4, 16, 64]
-    table = expected_tokens_table(rates, 64, 14)
+    table = expected_tokens_table(rates, 64, 18)
     for t, c in (([1.0, 1.02, 1.1, 1.4], 0.05), ([1.0, 1.0, 1.0, 3.0], 0.3), ([1.0, 4.0, 16.0, 64.0], 1.0)):
         times = np.interp(range(65), sizes, t)
-        promised = table[1:, 1:].clip(0) / (times[1:, None] + c * np.arange(14))
+        promised = table[1:, 1:].clip(0) / (times[1:, None] + c * np.arange(18))
         found = sequoia.plan(rates, sequoia.Latency(sizes, t, c))
-        near = (promised.max(axis=0) > 0.99 * promised.max()).nonzero()[0][-1]
-        assert found.tree.depth == near + 1
-        assert found.speedup == pytest.approx(promised[:, near].max())
+        assert found.speedup == pytest.approx(promised.max())
+        seconds = times[found.tree.size] + c * (found.tree.depth - 1)
+        assert expected_tokens(found.tree, rates) / seconds == pytest.approx(promised.max())
     assert found.tree == Tree([-1]) and found.speedup == 1
 
 
@@ -1566,11 +1567,11 @@ def simulated(pair, monkeypatch, t, c, steps, slower_from=math.inf):
 
     def timed(model, tokens, nodes):
         slow = 2 if len(count) >= slower_from else 1
-        now[0] += slow * t(len(nodes)) if model.model is pair[0] else c
+        now[0] += slow * t(len(tokens[nodes])) if model.model is pair[0] else c
         return score(model, tokens, nodes)
 
     def enough(ids, scores, **kwargs):
-        return torch.full((1,), len(count) >= steps and decoder.planner.measured)
+        return torch.full((1,), len(count) >= steps and decoder.planner.due)
 
     monkeypatch.setattr(sequoia.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sequoia.CachedModel, "score", timed)
@@ -1600,17 +1601,17 @@ TIMES = {"flat": lambda n: 1.0, "linear": lambda n: 0.98 + 0.02 * n, "slower": l
 
 @pytest.mark.parametrize("time, c, least", [
     ("flat", 0.02, 0.975), ("flat", 0.5, 0.975), ("linear", 0.02, 0.975), ("linear", 0.5, 0.975),
-    ("kinked", 0.1, 0.975), ("kinked between timed sizes", 0.1, 0.96)])
+    ("kinked", 0.1, 0.975), ("kinked between timed sizes", 0.1, 0.97)])
 def test_after_60_steps_machine_and_best_plan_are_known(long_pair, monkeypatch, time, c, least):
     found = simulated(long_pair, monkeypatch, TIMES[time], c, steps=60)
     assert_known_and_planned(*found, TIMES[time], c, least)
 
 
-@pytest.mark.parametrize("slower_from", [5, 25, 61, 100])
-def test_a_target_that_slows_down_by_half_is_followed(long_pair, monkeypatch, slower_from):
-    """Also while it is measured, and about when the plan changes."""
-    found = simulated(long_pair, monkeypatch, TIMES["linear"], 0.1, slower_from + 80, slower_from)
-    assert_known_and_planned(*found, TIMES["slower"], 0.1, 0.975)
+@pytest.mark.parametrize("slower_from, c", [(5, 0.1), (25, 0.1), (61, 0.1), (100, 0.1), (100, 0.3)])
+def test_a_target_that_slows_down_by_half_is_followed(long_pair, monkeypatch, slower_from, c):
+    """Also while it is measured, about when the plan changes, and where drafting takes half of a step."""
+    found = simulated(long_pair, monkeypatch, TIMES["linear"], c, slower_from + 80, slower_from)
+    assert_known_and_planned(*found, TIMES["slower"], c, 0.975)
 
 
 # --- 8  Passes ----------------------------------------------------------------------------------------------
@@ -1620,9 +1621,8 @@ def both_texts(target, draft):
     """One greedy and one sampled."""
     texts = []
     for do_sample in (False, True):
-        generator = seeded(0, target.device)
         out = sequoia.generate(target, draft, prompt_of(30).to(target.device), do_sample=do_sample,
-                               generator=generator, max_new_tokens=25, tree=(9, 4))
+                               generator=seeded(0, target.device), max_new_tokens=25, tree=(9, 4))
         texts.append(out.tolist())
     return texts
 
@@ -1634,8 +1634,7 @@ def test_packed_and_recorded_output_equals_plain_output(name):
     for model in pair:
         assert sequoia.pack(model) is model and sequoia.pack(model) is model
     assert both_texts(*pair) == expected
-    out = pair[0].generate(prompt_of(30), max_new_tokens=25, do_sample=False)
-    assert out.tolist() == expected[0]
+    assert pair[0].generate(prompt_of(30), max_new_tokens=25, do_sample=False).tolist() == expected[0]
 
 
 def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
@@ -1645,8 +1644,7 @@ def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     expected = both_texts(*pair)
     sequoia.pack(pair[0])
     assert both_texts(*pair) == expected and pair[0].recorded.__name__ == "forward"
-    other = sequoia.pack(make_pair("llama")[0])
-    assert other.recorded.__name__ != "forward"
+    assert sequoia.pack(make_pair("llama")[0]).recorded.__name__ != "forward"
 
 
 def test_a_torch_without_onednns_operators_decodes_unpacked(capfd, monkeypatch):
@@ -1658,12 +1656,11 @@ def test_an_error_in_a_recorded_pass_is_an_error():
     """And no crash of the process: what freezes a trace can leave call stacks that point to freed memory."""
     model = sequoia.CachedModel(sequoia.pack(make_pair("llama")[0]))
     model.feed(torch.arange(4), capacity=32)
-    layout = sequoia.Layout(chain(3), "cpu")
-    model.take(sequoia.place(layout, torch.tensor([4]), visible=32))
-    ids, positions, slots, *others = model.inputs(torch.arange(5), layout.nodes)
-    for _ in range(3):
+    model.take(sequoia.place(sequoia.Layout(chain(3), "cpu"), torch.tensor([4]), visible=32))
+    ids, positions, slots, *others = model.inputs(torch.arange(5), torch.arange(4))
+    for wrong in 3 * [(ids, positions, slots[:2]), (ids + 10**6, positions, slots)]:
         with pytest.raises(RuntimeError):
-            model.model.recorded(ids, positions, slots[:2], *others)
+            model.model.recorded(*wrong, *others)
 
 
 @pytest.mark.skipif(not sequoia.packable_dtypes(), reason="nothing is packed here")
@@ -1681,20 +1678,31 @@ def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "gpt2", "mistral"])
 def test_offloaded_output_equals_resident_output(name, device):
-    """For any number of layers that stay, two models at once, and after passes that were broken off."""
+    """For any number of layers that stay, two models at once, layers in any order, and broken passes."""
     config = config_of(name)
     config.num_hidden_layers = 5
     pair = make_pair(config)
     target, draft = (copy.deepcopy(model).to(device) for model in pair)
     expected = both_texts(target, draft)
+
+    def matrices(found):
+        """The bytes of tensors in a weight matrix's shape, which no result of a pass over 30 tokens has."""
+        return sum(x.nbytes for x in found if type(x) is torch.Tensor and x.dim() == 2 and min(x.shape) > 30)
+
     for resident in (0, 1, 2, 5):
         streaming = sequoia.offload(copy.deepcopy(pair[0]), device, resident)
-        assert sequoia.pack(streaming) is streaming
-        assert not hasattr(streaming, "recorded")
-        layers = next(m for m in streaming.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 5)
-        layers = layers[resident + (5 - resident) % 2 :]
-        held = {p.untyped_storage().data_ptr(): p.nbytes for layer in layers for p in layer.parameters()}
-        assert sum(held.values()) == sum(p.nbytes for layer in layers[:2] for p in layer.parameters())
+        assert sequoia.pack(streaming) is streaming and not hasattr(streaming, "recorded")
+        ours, theirs = (next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 5)
+                        for model in (streaming, pair[0]))
+        held = [matrices(gc.get_objects())]
+        with ours[4].register_forward_hook(lambda *_: held.append(matrices(gc.get_objects()))):
+            streaming(prompt_of(30).to(device))
+        # While the last layer is computed there are copies of two: its own, and the next pass's first.
+        assert held[1] - held[0] == matrices(p.data for p in theirs[resident:][:2].parameters())
+        for i in (3, 0, 4, 4, 2):
+            for hook in ours[i]._forward_pre_hooks.values():
+                hook(ours[i], ())
+            assert all(map(torch.equal, ours[i].parameters(), [p.to(device) for p in theirs[i].parameters()]))
         assert both_texts(streaming, draft) == expected
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
     assert both_texts(*both) == expected
@@ -1714,14 +1722,13 @@ def test_offloaded_output_equals_resident_output(name, device):
 def run_main(capfd, *arguments):
     """The exit code, the text on standard output, and what stands on standard error."""
     code = sequoia.main(list(arguments))
-    captured = capfd.readouterr()
-    return code, captured.out.removesuffix("\n"), captured.err
+    out, err = capfd.readouterr()
+    return code, out.removesuffix("\n"), err
 
 
 def cost_of(err):
     """The numbers of tokens and steps that the summary names; there is no other line before it."""
-    tokens, steps = re.match(r"\n(\d+) tokens? in (\d+) steps?, ", err).groups()
-    return int(tokens), int(steps)
+    return tuple(map(int, re.match(r"\ntokens (\d+), steps (\d+), seconds ", err).groups()))
 
 
 RANKS = """
@@ -1730,9 +1737,7 @@ arguments = sys.argv[1:]
 for temperature in ("0", "0.6"):
     assert sequoia.main([*arguments, "--temperature", temperature]) == 0
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-step = sequoia.Decoder.step
-calls = []
-def dying(self):
+def dying(self, calls=[], step=sequoia.Decoder.step):
     calls.append(1)
     if len(calls) == 3 and sequoia.RANK == 1:
         os._exit(7)
@@ -1759,7 +1764,7 @@ def test_two_ranks_take_one_processs_tokens_and_one_that_dies_ends_the_other(cap
     out, err = ranks[0].communicate(timeout=300)
     silence, _ = ranks[1].communicate(timeout=300)
     assert out.startswith(f"{texts[0]}\n{texts[1]}\n")
-    assert silence == "" and err.count("\n16 tokens in ") == 2
+    assert silence == "" and err.count("\ntokens 16, steps ") == 2
     assert ranks[0].returncode in (1, 2) and ranks[1].returncode == 7
     assert err.strip().splitlines()[-1].startswith("sequoia.py: ") and "Traceback" not in err
 
@@ -1776,13 +1781,10 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     code, text, err = run_main(capfd, *arguments, "--temperature", "0")
     tokens, steps = cost_of(err)
     assert (code, text, tokens) == (0, expected, 20)
-    assert "\033" not in err
-    assert "tree: 8 nodes on 4 levels; method: sequoia" in err and "plan: " not in err
+    assert "tree 8x4, method sequoia" in err and "plan: " not in err and "\033" not in err
     code, out, err = run_main(capfd, *arguments, "--temperature", "0", "--explain")
-    assert code == 0
-    assert cost_of(err) == (20, steps)
-    assert "─" in out and f"step {steps} " in out
-    assert f"step {steps + 1} " not in out
+    assert code == 0 and cost_of(err) == (20, steps)
+    assert "─" in out and f"step {steps} " in out and f"step {steps + 1} " not in out
     assert out.endswith(f"\n\n{expected}")
     texts = [run_main(capfd, *arguments, "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
@@ -1793,8 +1795,7 @@ def test_the_planned_tree_is_greedily_the_same_text_and_says_that_it_was_measure
     _, plain, err = run_main(capfd, *arguments, "--tree", "none")
     assert "plan: " not in err
     _, planned, err = run_main(capfd, *arguments)
-    assert planned == plain and cost_of(err)[0] == 300
-    assert "plan: " in err
+    assert planned == plain and cost_of(err)[0] == 300 and "plan: " in err
     _, offloaded, err = run_main(capfd, *arguments, "--offload", "--tree", "9x4")
     assert offloaded == plain and cost_of(err)[0] == 300
 
@@ -1813,8 +1814,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_130(capfd, monkeypatch, where, tr
 
     monkeypatch.setattr(Decoder, where, interrupted)
     code, text, err = run_main(capfd, "--tree", tree)
-    assert code == 130
-    assert cost_of(err)[1] == (3 if where == "step" else 0)
+    assert code == 130 and cost_of(err)[1] == (3 if where == "step" else 0)
 
 
 @pytest.fixture(scope="module")
