@@ -52,7 +52,6 @@ HERE = Path(__file__).parent
 PLAIN = Tree([-1])
 # On how many of its prompts `speed` runs all but plain decoding and sequoia, evenly spaced.
 PEERS = 110
-# A progress bar on standard error, while it is a terminal.
 progress = functools.partial(tqdm, leave=False, disable=None)
 BLACK = "#111827"
 COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
@@ -142,7 +141,6 @@ def show(value):
     if isinstance(value, Estimate):
         text = show(value.value)
         digits = len(text.partition(".")[2])
-        # What is compared with itself has no interval.
         return f"{text} ± {value.half:.{digits}f}" if value.half > 0 else text
     if isinstance(value, float):
         if abs(value) >= 100:
@@ -278,7 +276,6 @@ def chances_of(method, P, q, tokens):
     if isinstance(method, sequoia.Matching):
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)
-    # Noise that accepts none has all of them tried.
     noise = torch.full(tokens.shape, math.inf, dtype=P.dtype, device=P.device)
     return in_turn(method.ratios(P, q, tokens, noise)[0].clamp(max=1))
 
@@ -291,9 +288,9 @@ def in_turn(ratios):
 # --- 3  trees: what the dynamic program finds, and what that costs (sections 3.1 and 5.2, Figure 1) ---------
 
 # Llama-3-70B with the 8B as its draft, CNN Daily Mail.
-PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025,
-               0.0021, 0.0016, 0.0014, 0.0010, 0.0010, 0.0010, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006,
-               0.0004, 0.0004, 0.0005, 0.0006, 0.0004, 0.0003, 0.0002, 0.0004, 0.0001]
+PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021,
+               0.0016, 0.0014, 0.001, 0.001, 0.001, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006, 0.0004, 0.0004,
+               0.0005, 0.0006, 0.0004, 0.0003, 0.0002, 0.0004, 0.0001]
 
 
 def trees(args, report):
@@ -352,7 +349,6 @@ def verification(args, report):
         decoder = decoder_for(pair, temperature, top_p)
         scores = [(scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True))
                   for target, draft in logits]
-        # With one level traversal is sequoia.
         rates = {name: rejection_rates(method, scores, generator) for name, method in METHODS.items()
                  if name != "traversal"}
         rates["best"] = np.array([[least_rejection(p, q, k) for k in CHILDREN] for p, q in scores])
@@ -387,8 +383,8 @@ def rejection_rates(method, scores, generator, repeats=2):
 
 
 # The best that any verification rule can do is a transport problem: of each set of children's chance as much
-# as can be goes to tokens in the set, and no token gets more than P. That is a linear program, and by
-# max-flow = min-cut what is left over, the rejection rate, is the largest excess of a set A of tokens,
+# as can be goes to tokens in the set, and no token gets more than P. By max-flow = min-cut what is left over,
+# the rejection rate, is the largest excess of a set A of tokens,
 #
 #     max over A of  Pr(all children in A) - P(A),          for one child the distance ||P - Q||_1 / 2.
 
@@ -690,10 +686,9 @@ def contest(prompts, temperature, args, report, contenders):
 
 # --- 9  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot ------------
 #
-# Both models share a random bigram core: an embedding for each token and a head, in the draft's width,
-# zero-padded into the target's. To that each adds what its own random layers make of it. The more the core
-# weighs the more the two agree, so its share is set, by bisection, to the paper's tokens per step. Every
-# product is done; the text is noise.
+# Both models share a random bigram core, an embedding for each token and a head in the draft's width, and add
+# what their own random layers make of it. The more the core weighs the more the two agree: its share is set,
+# by bisection, to the paper's tokens per step. Every product is done; the text is noise.
 
 SHAPES = {
     "7b": (4096, 11008, 32, 32, 32, 128, 32000), "68m": (768, 3072, 2, 12, 12, 64, 32000),
@@ -718,7 +713,6 @@ class SyntheticPair(Pair):
     @torch.no_grad()
     def set_share(self, share):
         """Sets the core's size relative to what the layers add, which grows with the root of their number."""
-        # These are copies of what changes now.
         vars(self).pop("fast", None)
         probe = torch.arange(64, device=self.core.device)[None]
         for model in (self.target, self.draft):
@@ -777,7 +771,6 @@ def synthetic_speed(args, report):
     shapes = [SHAPES[name] for name in SYNTHETIC[args.synthetic]]
     pair = SyntheticPair(*(random_llama(shape, args, args.device) for shape in shapes))
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
-    # A pass reads all weights but the input embedding, of which it takes a few rows.
     read = set(pair.target.parameters()) - {pair.target.get_input_embeddings().weight}
     weights = sum(weight.nbytes for weight in read)
     buffer = torch.ones(weights // 4, device=args.device)
@@ -850,7 +843,6 @@ def split_step(pair, temperature, prompt, args, runs, name):
     parts = {part: float(np.median([row.get(part, 0.0) for row in rows]))
              for part in ("target", "draft", "verify", "moves", "rest")}
     whole = runs[name].ms_per_step()
-    # On a GPU what is beside the graphs is not in the one graph.
     if args.device != "cpu":
         parts["rest"] = whole - sum(list(parts.values())[:-1])
     return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts,
@@ -872,7 +864,7 @@ def planner(args, report):
         mine = functools.partial(Ours, pair, temperature, method="gumbel")
         auto = mine("auto")
         learnt = auto.learn(prompts[1::2], args)
-        rates, latency = learnt.rates(), learnt.latency()
+        rates, latency = learnt.rates()[:, :16], learnt.latency()
         chosen = sequoia.plan(rates, latency).tree
         trees = trees_around(chosen, rates, latency)
         contenders = {"plain": mine(PLAIN), "auto": auto, "useless": mine("auto", draft=useless)}
@@ -880,10 +872,12 @@ def planner(args, report):
         runs = interleave(contenders, prompts[::2], args, f"trees, {named(temperature)}")
         for name, tree in trees.items():
             tokens = expected_tokens(tree, rates)
-            promised = tokens * latency.t[0] / latency.of_step(tree.size, tree.depth)
+            promised = None
+            if tree.size <= latency.sizes[-1]:
+                promised = float(tokens * latency.t[0] / latency.of_step(tree.size, tree.depth))
             rows.append({"temperature": f"{temperature:g}", "tree": name, "planned": "<--" * (tree == chosen),
                          "tokens/step, predicted": tokens, "achieved": runs[name].tokens_per_step(),
-                         "x plain, predicted": float(promised), "x plain": runs[name].over(runs["plain"])})
+                         "x plain, predicted": promised, "x plain": runs[name].over(runs["plain"])})
         best = min(trees, key=lambda name: runs[name].ms_per_token())
         planned = next((name for name, tree in trees.items() if tree == chosen), "plain")
         choices.append({"temperature": f"{temperature:g}", "planned": planned, "best": best,
@@ -949,7 +943,6 @@ def offload(args, report):
     target = random_llama((*SHAPES[name][:2], count, *SHAPES[name][3:]), args, "cpu")
     layer = sum(p.nbytes for p in target.model.layers[0].parameters())
     pair = SyntheticPair(sequoia.offload(target, args.device), random_llama(SHAPES["68m"], args, args.device))
-    # How much the two have in common.
     pair.set_share(8.0)
     piece = torch.ones(layer, dtype=torch.uint8, pin_memory=args.device != "cpu")
     buffer = torch.empty_like(piece, device=args.device, pin_memory=False)

@@ -290,8 +290,8 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     fine = rates.ndim == 2 and len(rates) and (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
-    _refuse(not fine, f"acceptance_rates must be (ranks,) or (levels, ranks), from 0 to 1, and sum to at most 1 "
-                      f"on a level, where one child at most is accepted; got {rates.shape}: {rates}")
+    _refuse(not fine, f"acceptance_rates, (ranks,) or (levels, ranks), must be from 0 to 1 and on each level "
+                      f"sum to at most 1, as one child at most is accepted; got {rates.shape}: {rates}")
     return rates
 
 
@@ -354,7 +354,7 @@ def shared_noise(seed, positions, vocabulary):
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
 # From the root down, the children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with
-# noise from 0 to 1. If none is, the token is drawn from the residual, what rejections have left of the target.
+# noise from 0 to 1. If none is, the token is drawn from the residual, what rejections left of the target.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
@@ -749,7 +749,7 @@ class CachedModel:
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.cache = TreeCache(layers=[])
-        # All layers' keys and values, (entries, most heads, capacity, largest head_dim), so that one operation
+        # All layers' keys and values, (entries, most heads, capacity, widest head_dim), so that one operation
         # moves them, and the views of it that the layers use.
         self.store = torch.empty(0)
         self.entries = []
@@ -781,7 +781,9 @@ class CachedModel:
         # Subtle: padding by nothing would copy, and a graph would hold the old memory.
         if capacity > self.store.shape[2]:
             self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
-        self.entries = [entry[None, :heads, :, :width] for entry, (heads, width) in zip(self.store, self.shapes)]
+        self.entries = []
+        for entry, (heads, width) in zip(self.store, self.shapes):
+            self.entries.append(entry[None, :heads, :, :width])
 
     def known(self, tokens):
         """Tokens, (n,), as the model takes them, (1, n). A child that does not exist is -1, and a draft's
@@ -998,8 +1000,8 @@ class Decoder:
         _refuse(model is not self.target.model, "this Decoder was made for another target")
         _refuse(ids.shape[1] == 0, "the prompt is empty")
         _refuse(config.max_length > self.target.context + 1,
-                f"the model takes texts of up to {self.target.context} tokens; the prompt has {ids.shape[1]}, and "
-                f"with new ones the text up to {config.max_length}")
+                f"the target takes up to {self.target.context} tokens; the prompt has {ids.shape[1]}, "
+                f"and with new ones the text up to {config.max_length}")
         _refuse(not 0 <= ids.min() <= ids.max() < self.target.vocabulary,
                 f"token ids must be from 0 to {self.target.vocabulary - 1}, got {ids.min()} to {ids.max()}")
         _refuse(mask.shape != ids.shape or not mask[:, -1].all() or (mask != (mask.cumsum(dim=1) > 0)).any(),

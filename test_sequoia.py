@@ -404,7 +404,7 @@ def test_one_child_is_accepted_as_often_as_optimal_transport_allows_and_all_that
 @pytest.mark.parametrize("name", ["naive", "topk"])
 def test_matching_emits_what_the_target_alone_draws(name):
     method = METHODS[name]
-    p, q = torch.stack(random_rows(500)).log()
+    p, q = random_rows(500).log()
     tokens = method.propose(q, 3, seeded(1))
     rank, residual = method.verify(p, q, tokens, seeded(2))
     drawn = method.draw(p, 1, seeded(2))
@@ -791,7 +791,7 @@ def test_tree_attention_equals_one_path_at_a_time(name, monkeypatch):
 
     def score(model, tokens, nodes):
         logits = scored(model, tokens, nodes)
-        passes.append((model.model, tokens.tolist(), nodes.tolist(), logits))
+        passes.append((model.model, tokens.tolist(), decoder.layout.offset[nodes].tolist(), logits))
         return logits
 
     monkeypatch.setattr(sequoia.CachedModel, "score", score)
@@ -1599,8 +1599,8 @@ def test_after_60_steps_machine_and_best_plan_are_known(long_pair, monkeypatch, 
 
 @pytest.mark.parametrize("slower_from, c", [(5, 0.1), (25, 0.1), (61, 0.1), (100, 0.1), (100, 0.3)])
 def test_a_target_that_slows_down_by_half_is_followed(long_pair, monkeypatch, slower_from, c):
-    """Also while it is measured, about when the plan changes, and where drafting takes half of a step."""
-    found = simulated(long_pair, monkeypatch, TIMES["linear"], c, slower_from + 80, slower_from)
+    """Once as much again has been decoded, whatever was being timed, and where drafting takes half of a step."""
+    found = simulated(long_pair, monkeypatch, TIMES["linear"], c, 2 * slower_from + 80, slower_from)
     assert_known_and_planned(*found, TIMES["slower"], c, 0.975)
 
 
