@@ -1599,7 +1599,7 @@ def test_after_60_steps_machine_and_best_plan_are_known(long_pair, monkeypatch, 
 
 @pytest.mark.parametrize("slower_from, c", [(5, 0.1), (25, 0.1), (61, 0.1), (100, 0.1), (100, 0.3)])
 def test_a_target_that_slows_down_by_half_is_followed(long_pair, monkeypatch, slower_from, c):
-    """Once as much again has been decoded, whatever was being timed, and where drafting takes half of a step."""
+    """Once as much again has been decoded, whatever was being timed; and where drafting is half of a step."""
     found = simulated(long_pair, monkeypatch, TIMES["linear"], c, 2 * slower_from + 80, slower_from)
     assert_known_and_planned(*found, TIMES["slower"], c, 0.975)
 
