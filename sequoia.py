@@ -22,8 +22,9 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
 device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. A section needs only
-what stands above it, but section 4 takes section 5's Layout as an argument, and the decoder takes its trees
-from section 7's planner. Left out: training drafts, batched serving, recurrent models.
+what stands above it, with three exceptions: section 4 takes section 5's Layout as an argument, the decoder
+takes its trees from section 7's planner, and a model may carry a mark of section 8: `recorded`, a faster form
+of its pass, or `offloaded`. Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
@@ -154,7 +155,7 @@ def chain(length):
 
 
 def sequences(k, length):
-    """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5x8 has 41 nodes."""
+    """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5 of 8 have 41 nodes."""
     _at_least_one(k=k, length=length)
     return Tree((-1,) + (0,) * k + tuple(range(1, k * (length - 1) + 1)))
 
@@ -309,9 +310,9 @@ def uniform(shape, device, generator):
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
-def gumbel(uniform):
-    """Gumbel noise from such numbers: -log E for E exponential."""
-    return -(-uniform.log()).float().log()
+def gumbel(u):
+    """Gumbel noise from such numbers: -log E for E = -log u, which is exponential."""
+    return -(-u.log()).float().log()
 
 
 def sample_without_replacement(scores, k, generator=None):
@@ -346,15 +347,16 @@ def shared_noise(seed, positions, vocabulary):
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # The highest 52 bits, so that adding one half, which avoids 0 and 1, is exact. splitmix64's last shift
-    # only mends the lowest bits.
+    # The highest 52 bits, so that adding one half, which avoids 0 and 1, is exact. Left out: splitmix64's
+    # last shift, which does not change the highest 31.
     return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
-# From the root down, the children of a node are tried in turn. Child i is accepted if noise_i < ratio_i, with
-# noise from 0 to 1. If none is, the token is drawn from the residual, what rejections left of the target.
+# Most methods walk from the root down and try the children of a node in turn. Child i is accepted if its
+# noise, a number from 0 to 1, is less than its ratio. If none is, the token is drawn from the residual, what
+# rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
@@ -366,8 +368,8 @@ def shared_noise(seed, positions, vocabulary):
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
 # tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain.
 #
-# As the temperature goes to 0, children drawn without replacement become the draft's likeliest tokens in
-# order, the limit that greedy decoding is; with replacement they become copies of one token.
+# Towards temperature 0, children drawn without replacement become the draft's likeliest tokens in order,
+# which greedy decoding drafts; with replacement they become copies of one.
 
 
 def verify_one_node(P, Q, tokens, noise):
@@ -421,9 +423,10 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
-    Q[t]), which must not exceed P[t]: tries <= rho is enough, and the residual is what is missing of P. It
-    holds for rho = k, as no more than k tries are made. A smaller rho accepts more, and makes fewer tries:
-    bisection finds the least that holds."""
+    Q[t]), which must not exceed P[t]: tries <= rho is enough, and the residual is what is missing of P. A
+    smaller rho accepts more. rho = k holds, as no more than k tries are made. Times beta, the left side of
+    tries <= rho, 1 - (1 - beta)^k, falls with rho, and the right, the sum of min(P, rho Q), rises. So they
+    cross once, and bisection finds where."""
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
@@ -468,8 +471,8 @@ class Method:
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
 
         layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: a function from a slice of the
-        nodes to their scores, (nodes, V), asked only for the nodes that the walk visits. q: (size, V). If
-        `static`, all are verified at once and the walk follows their ranks: then no shape and no branch
+        nodes to their scores, (nodes, V), as a walk asks only for the nodes that it visits. q: (size, V). If
+        `static`, all nodes are verified at once and the walk follows their ranks: then no shape and no branch
         depends on the outcome, as a CUDA graph needs it (section 6)."""
         if static:
             children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
@@ -501,9 +504,9 @@ class Matching(Method):
     draft or the speed of the machine, but for rounding. The draft knows the noise too: its children are the
     likeliest by its scores plus the same noise, and often right.
 
-    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child has been looked
-    at when the child is tried. Tried with the same noise, it would be accepted too often or too seldom. Here
-    nothing is tried: a position's token depends on its noise through the target's scores alone.
+    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child must not decide
+    on it, too. Here nothing is tried: a position's token depends on its noise through the target's scores
+    alone.
 
     What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
     (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. `bench.py verification` compares several."""
@@ -546,8 +549,9 @@ class Traversal(Method):
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
     with which the next sibling is tried, from D without the rejected token, and at last the parent itself.
-    The two ways together end the path at the parent or below with (a - left) + left = a, as its mass says.
-    At the root, with a = 1, the mass stays 1.
+    Together the path ends at the parent or below with (a - left) + left = a, as its mass says, and the token
+    after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it: so
+    nothing is lost. At the root, with a = 1, the mass stays 1.
 
     On a chain a mass is at least the walk's chance to reach the node, so traversal never yields fewer tokens
     on average. Where a tree branches it mostly yields more, but a child may take mass, and end the path
@@ -656,9 +660,9 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 3       x              x          x       x                 x
 #
 # Node -1 is the token before the root, the last accepted node or, if none was, the old root. If it was a
-# leaf, the draft was never fed it, and what was moved to its slot is no entry of its own. So the draft is
-# always fed node -1 again, with the root, which overwrites that. Node -1 is the root's parent, -1, and stands
-# where Python finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
+# leaf, the draft was never fed it, and its slot holds no entry of its own. So the draft is always fed node -1
+# again, with the root. Node -1 is the root's parent, -1, and stands where Python finds index -1: at the end
+# of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Level(NamedTuple):
@@ -798,7 +802,7 @@ class CachedModel:
             seen = placement.seen & (placement.distance < window) if window else placement.seen
             self.masks.append(torch.where(seen, zero, RULED_OUT)[None, None])
         self.slots = placement.slots
-        # Nodes beyond the context have no position of their own. None of a target's can become text.
+        # Nodes beyond the context have no position of their own. They cannot become text: that is shorter.
         self.positions = placement.positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -879,8 +883,8 @@ class Step(NamedTuple):
 
 
 # Processors that rule tokens out by the scores alone. The draft is shaped like the target, as the nearer the
-# two are the more is accepted. But what these cut from a draft is not ruled out, it goes down by FAR_BELOW: a
-# token outside the draft's nucleus can be in the target's. Any draft is lossless.
+# two are the more is accepted. But what these cut from a draft only goes down by FAR_BELOW: a token outside
+# the draft's nucleus can be in the target's. Any draft is lossless.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -1040,7 +1044,8 @@ class Decoder:
                 torch.distributed.broadcast_object_list(seconds, src=0)
             self.planner.learn(step, *seconds)
             self.on_step(step)
-            yield from step.tokens
+            # Without a token after it the path is not to be trusted either.
+            yield from step.tokens if step.token >= 0 else [-1]
 
     def begin(self, text, padding):
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
@@ -1087,14 +1092,14 @@ class Decoder:
         return int(self.tokens[0])
 
     def probe(self, logits):
-        """A plain step that shows whether the target can be trusted with trees, until a prompt had six
-        tokens.
+        """A plain step that shows whether the target can be trusted with trees, in the first texts of a
+        Decoder, until one has a prompt of at least PROBED tokens.
 
         A model that masks by slot, or numbers positions its own way, would give another text without a word,
-        and no list of names is complete. So the prompt's last tokens are scored again, as the first of two
-        sequences, beside decoys, in a cache with slots to spare. They must score as in the prompt's own pass
-        (logits, (known, V)), but for rounding. The new root, at the end, is scored for the first time, so the
-        step yields a token as any other. Raises ValueError where the scores differ."""
+        and no list of names is complete. So the prompt's last tokens are scored again, in a tree with decoys
+        beside them. They must score as in the prompt's own pass (logits, (known, V)), but for rounding; else
+        it is a ValueError. The new root, at their end, is scored for the first time, so the step yields a
+        token as any other."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
@@ -1108,7 +1113,7 @@ class Decoder:
         scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[real]
         # The median, as a mixture of experts may round a token to another expert.
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
-        _refuse(difference > torch.finfo(self.target.model.dtype).eps ** 0.5,
+        _refuse(not difference < torch.finfo(self.target.model.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
         self.probed = known == PROBED
         self.target.move(start + real, start + layout.nodes[: known + 1])
@@ -1214,6 +1219,7 @@ class Decoder:
         nodes."""
         draft = level is not None
         scores = logits.float()
+        # Less than 0 cuts off what only a draft has.
         missing = self.vocabulary - logits.shape[1]
         if missing:
             scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT)
@@ -1305,8 +1311,9 @@ class Plan(NamedTuple):
 
 def plan(rates, latency):
     """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), over all sizes up to the
-    largest timed one and depths up to twice the largest binary tree's. rates: as in `optimal_tree`."""
+    largest timed one and depths up to 18. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
+    # Twice the depth of a binary tree of LARGEST nodes.
     deepest = min(largest, 2 * LARGEST.bit_length())
     tokens = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)             # (largest, deepest)
     n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
@@ -1340,8 +1347,8 @@ class Planner:
         self.steps = 0           # since it began to measure
         self.due = 0             # the number of steps from which on it plans again, 0 while it measures
         self.seconds = {}        # by tree: the times of the last steps with it
-        # The trees to be timed. A decent one comes first: the text is being decoded already. The last has as
-        # many nodes, and takes four draft passes more.
+        # The trees to be timed. A decent one comes first: the text is being decoded already. The third has as
+        # many nodes, and takes four draft passes more. `planned` appends others.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
@@ -1363,8 +1370,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But while no tree a quarter larger has been timed, a larger one, to be timed: it
-        may be faster, and between timed sizes t(n) is a guess."""
+        """The planned tree. But if the next larger timed size, if any, is more than a quarter larger, a tree
+        between the two is to be timed first: it may be faster, and t(n) is a guess between timed sizes."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
