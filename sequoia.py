@@ -1126,6 +1126,8 @@ class Decoder:
         """Takes a tree for the steps to come, and makes all ready for one."""
         self.reserve(tree.size)
         if self.layout is None or tree != self.layout.tree:
+            # If memory runs out here, the next text begins anew.
+            self.layout = None
             # The root's token, room for the others, node -1's.
             self.tokens = torch.cat([self.tokens[:1].expand(tree.size), self.tokens[-1:]])
             self.q = torch.zeros(tree.size, self.vocabulary, device=self.device)
@@ -1182,8 +1184,8 @@ class Decoder:
         node, token = self.method.verify_tree(
             layout, self.tokens, lambda nodes: self.scores(logits[nodes], nodes), self.q, self.generator,
             self.static)
-        # A draft's NaN would else be a child that does not exist.
-        token = torch.where(self.q.sum().isnan(), -1, token)
+        # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
+        token = torch.where((self.q.max() + logits.max()).isnan(), -1, token)
         report = torch.cat([node, token, self.tokens])
         # 5. The entries of the accepted nodes move up behind the text.
         path = layout.paths[node][0]                                                    # (depth,)
@@ -1382,7 +1384,9 @@ class Planner:
         if larger <= size + (size + 3) // 4 or between > LARGEST:
             return self.plan.tree
         self.due = 0
-        self.trials.append(optimal_tree(rates, between, self.plan.tree.depth + 1))
+        # A binary tree exists for any vocabulary.
+        depth = max(self.plan.tree.depth + 1, between.bit_length())
+        self.trials.append(optimal_tree(rates, between, depth))
         return self.trials[-1]
 
     def latency(self):
@@ -1468,6 +1472,14 @@ def pack_linear(layer, rows):
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
 
+def _refuse_saving(model):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("a packed or offloaded model cannot be saved or loaded: its weights are elsewhere")
+
+    model.state_dict = refuse
+    model.load_state_dict = refuse
+
+
 @torch.no_grad()
 def pack(model, rows=16):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
@@ -1526,11 +1538,7 @@ def pack(model, rows=16):
         # There is no trace of this model. It runs packed.
         pass
 
-    def refuse(*args, **kwargs):
-        raise RuntimeError("a packed model cannot be saved or loaded: its weights are laid out anew")
-
-    model.state_dict = refuse
-    model.load_state_dict = refuse
+    _refuse_saving(model)
     return model
 
 
@@ -1587,6 +1595,7 @@ def offload(model, device, resident=0):
         layer.register_forward_pre_hook(functools.partial(before, i))
     model.to(device)
     model.offloaded = True
+    _refuse_saving(model)
     return model.eval().requires_grad_(False)
 
 
