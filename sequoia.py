@@ -2,10 +2,10 @@
 
 A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
 verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
-bound by memory reads its weights once a step, for one token or for sixty-four. So a step that yields three
-tokens is three times as fast. Two things limit this. The draft runs once for each level below the root. And
-at some size the target computes longer than it reads. With t(n) seconds for a step of n nodes and c for a
-draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
+bound by memory reads its weights once a step, for one token or for sixty-four. So where a step yields three
+tokens decoding is three times as fast. Two things limit this. The draft runs once for each level below the
+root. And at some size the target computes longer than it reads. With t(n) seconds for a step of n nodes and c
+for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -332,7 +332,7 @@ def sample_with_replacement(scores, k, generator=None):
 
 
 def most_likely(scores, k, generator=None):
-    """The k most likely tokens, (rows, V) -> (rows, k), -1 where fewer are possible."""
+    """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k), -1 where fewer are possible."""
     best = scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
     missing = k - tokens.shape[1]
@@ -354,15 +354,16 @@ def shared_noise(seed, positions, vocabulary):
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 #
-# Most methods walk from the root down and try the children of a node in turn. Child i is accepted if its
-# noise, a number from 0 to 1, is less than its ratio. If none is, the token is drawn from the residual, what
-# rejections have left of the target. `Matching` and `Traversal` decide otherwise.
+# Algorithm 2 and its kin walk from the root down and try the children of a node in turn. Child i is accepted
+# if its noise, a number from 0 to 1, is less than its ratio. If none is, the token is drawn from the
+# residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
-# Why Algorithm 2 is lossless. One child, drawn from Q: it is t and accepted with probability
-# Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]). It is rejected with probability sum max(P - Q, 0), and then the
-# residual, max(P - Q, 0) normalised, gives each token what is missing: the two add up to P. Several children:
-# after a rejection the residual takes the place of P, and the draft without the rejected token that of Q. By
-# induction the other children yield that residual exactly, so with the first one all yield P.
+# Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability min(P[t], Q[t]),
+# that is Q[t] min(P[t] / Q[t], 1). It is rejected with probability sum max(P - Q, 0). Then the residual,
+# max(P - Q, 0) normalised, gives each token what is missing: the two add up to P. Several children: after a
+# rejection the residual, which is the same whichever token was rejected, takes the place of P, and the draft
+# without that token that of Q. By induction the other children yield the residual exactly, so with the first
+# one all yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -387,10 +388,10 @@ def verify_one_node(P, Q, tokens, noise):
     return -1, R
 
 
-# From here on one row is one node: probabilities P, scores q (children are removed from them, which could
-# underflow as probabilities), (rows, V), tokens, noise (rows, k) -> ratios
-# (rows, k), residual (rows, V). A child that does not exist has token -1 and ratio 0: a node has fewer than k
-# children, or processors have ruled out the rest.
+# From here on a row is a node: probabilities P, scores q, (rows, V), tokens, noise (rows, k) -> ratios
+# (rows, k), residual (rows, V). The draft stays scores, as what is left without children could underflow as
+# probabilities. A child that does not exist has token -1 and ratio 0: a node has fewer than k children, or
+# processors have ruled out the rest.
 
 
 def normalise(left, otherwise):
@@ -424,9 +425,9 @@ def ratios_of_spectr(P, q, tokens, noise):
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
     to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
     Q[t]), which must not exceed P[t]: tries <= rho is enough, and the residual is what is missing of P. A
-    smaller rho accepts more. rho = k holds, as no more than k tries are made. Times beta, the left side of
-    tries <= rho, 1 - (1 - beta)^k, falls with rho, and the right, the sum of min(P, rho Q), rises. So they
-    cross once, and bisection finds where."""
+    smaller rho accepts more. rho = k holds, as no more than k tries are made. Multiply tries <= rho by beta:
+    1 - (1 - beta)^k falls with rho, the sum of min(P, rho Q) rises. So they cross once: bisection finds
+    where."""
     Q = q.softmax(dim=1)
     k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
 
@@ -504,9 +505,8 @@ class Matching(Method):
     draft or the speed of the machine, but for rounding. The draft knows the noise too: its children are the
     likeliest by its scores plus the same noise, and often right.
 
-    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child must not decide
-    on it, too. Here nothing is tried: a position's token depends on its noise through the target's scores
-    alone.
+    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child must not judge
+    it too. Here only the target's scores and the noise choose the token.
 
     What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
     (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. `bench.py verification` compares several."""
@@ -540,18 +540,19 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is its parent's mass, and the root's is 1. A mass is the chance that the path ends at the node or
-    below, if all that was tried before it, elder siblings and what is below them, was rejected.
+    below, over what is drawn below it, if all that was tried before it, elder siblings and what is below
+    them, was rejected.
 
-    A child is drawn from D and takes its mass, so of a R it takes min(a R, D) on average over t. It leaves
-    max(a R - D, 0), in all `left`, and it takes nothing with probability 1 - (a - left). If it and all below
-    it are rejected, its parent is left with
+    As t is drawn from D and accepted with the child's mass, a child takes min(a R, D) of a R on average over
+    t. It leaves max(a R - D, 0), in all `left`, so it is accepted with a - left and rejected, with all below
+    it, with 1 - (a - left). Then its parent is left with
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
     with which the next sibling is tried, from D without the rejected token, and at last the parent itself.
     Together the path ends at the parent or below with (a - left) + left = a, as its mass says, and the token
-    after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it: so
-    nothing is lost. At the root, with a = 1, the mass stays 1.
+    after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it. At
+    the root, with a = 1, the mass stays 1.
 
     On a chain a mass is at least the walk's chance to reach the node, so traversal never yields fewer tokens
     on average. Where a tree branches it mostly yields more, but a child may take mass, and end the path
@@ -659,10 +660,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                 x
 #
-# Node -1 is the token before the root, the last accepted node or, if none was, the old root. If it was a
-# leaf, the draft was never fed it, and its slot holds no entry of its own. So the draft is always fed node -1
-# again, with the root. Node -1 is the root's parent, -1, and stands where Python finds index -1: at the end
-# of tokens, slots, positions and mask, which have size + 1 entries.
+# Node -1 is the token before the root: the prompt's last, then the last accepted node or, if none was, the
+# old root. If it was a leaf, the draft was never fed it, and its slot holds no entry of its own. So the draft
+# is always fed node -1 again, with the root. Node -1 is the root's parent, -1, and stands where Python finds
+# index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Level(NamedTuple):
@@ -882,9 +883,9 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that rule tokens out by the scores alone. The draft is shaped like the target, as the nearer the
-# two are the more is accepted. But what these cut from a draft only goes down by FAR_BELOW: a token outside
-# the draft's nucleus can be in the target's. Any draft is lossless.
+# Processors that rule tokens out by the scores alone. Any draft is lossless, and one like the target is
+# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW: a token
+# outside the draft's nucleus can be in the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -1126,7 +1127,7 @@ class Decoder:
         """Takes a tree for the steps to come, and makes all ready for one."""
         self.reserve(tree.size)
         if self.layout is None or tree != self.layout.tree:
-            # If memory runs out here, the next text begins anew.
+            # If memory runs out in between, this makes the next text begin with a new layout.
             self.layout = None
             # The root's token, room for the others, node -1's.
             self.tokens = torch.cat([self.tokens[:1].expand(tree.size), self.tokens[-1:]])
@@ -1221,7 +1222,7 @@ class Decoder:
         nodes."""
         draft = level is not None
         scores = logits.float()
-        # Less than 0 cuts off what only a draft has.
+        # A negative number cuts off what only the draft's vocabulary has.
         missing = self.vocabulary - logits.shape[1]
         if missing:
             scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT)
@@ -1350,7 +1351,7 @@ class Planner:
         self.due = 0             # the number of steps from which on it plans again, 0 while it measures
         self.seconds = {}        # by tree: the times of the last steps with it
         # The trees to be timed. A decent one comes first: the text is being decoded already. The third has as
-        # many nodes, and takes four draft passes more. `planned` appends others.
+        # many nodes as that, and takes four draft passes more. `planned` appends others.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
@@ -1359,7 +1360,8 @@ class Planner:
             return self.shape
         if self.shape == "auto":
             if 0 < self.due <= self.steps:
-                # A wrong c would not show. It is measured again, by the first trial and the last of three.
+                # A wrong c would not show in a step of the planned tree, whose whole time is known. So the
+                # first and the third trial are timed again.
                 del self.seconds[self.trials[0]], self.seconds[self.trials[2]]
                 self.due = 0
             for tree in self.trials:
@@ -1373,7 +1375,7 @@ class Planner:
 
     def planned(self):
         """The planned tree. But if the next larger timed size, if any, is more than a quarter larger, a tree
-        between the two is to be timed first: it may be faster, and t(n) is a guess between timed sizes."""
+        between the two is timed first, as t(n) between timed sizes is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
@@ -1400,7 +1402,8 @@ class Planner:
         t = {}
         for tree, seconds in step.items():
             # A pass over more tokens takes no less than one over a single token.
-            t[tree.size] = max(step[root], seconds - (tree.depth - 1) * c)
+            without_draft = max(step[root], seconds - (tree.depth - 1) * c)
+            t[tree.size] = min(without_draft, t.get(tree.size, math.inf))
         sizes = sorted(t)
         return Latency(sizes, [t[size] for size in sizes], c)
 
@@ -1419,7 +1422,7 @@ class Planner:
                     break
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
-        # Those that warm up are the oldest.
+        # The first of them warm up, and are passed over until later ones push them out.
         del times[: -self.warm_up - MANY]
         recent = times[self.warm_up :]
         if self.plan and self.due and len(recent) == MANY and step.tree == self.plan.tree:
@@ -1466,7 +1469,7 @@ def pack_linear(layer, rows):
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, rows)
     # A trace cannot take the empty list in the product, a script can.
     product = torch.jit.script(packed_product)
-    # Its own weight takes no more memory, but where an embedding shares it.
+    # This frees the old weight, unless an embedding shares it.
     del layer.weight
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
@@ -1489,9 +1492,9 @@ def pack(model, rows=16):
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
 
     A recording is a TorchScript trace: the model runs once, the operators that it calls are written down in
-    their order, and later only those run, without the model's Python. What Python decided in that one run is
-    decided for ever: a mixture of experts would keep that run's experts, some rotary embeddings its angles.
-    So the recording is compared with the packed model on other inputs, bit for bit, and given up where they
+    their order, and later only those run, without the model's Python. Where Python decided something in that
+    run, a mixture of experts would keep its experts, some rotary embeddings their angles. So the recording is
+    compared with the packed model on other inputs, bit for bit, and given up where they
     differ; and the packed model with the one that came, within rounding."""
     if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
         return model
