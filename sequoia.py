@@ -79,8 +79,8 @@ class Tree:
       ├─2
       └─3
 
-    size, depth: the numbers of nodes and levels, the root's included. depths, ranks, children, (size,): each
-    node's level, its position among its siblings, from 0, and its children in rank order."""
+    size, depth: the numbers of nodes and levels, the root's included. For each node: depths, its level;
+    ranks, its place among its siblings, from 0; children, in rank order."""
     parents: tuple[int, ...]
 
     def __post_init__(self):
@@ -217,8 +217,8 @@ def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
     best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    # From this level down every level has the same rates, so G of d + 1 levels is a function of G of d levels
-    # alone. Once one more level changes no entry, none ever will.
+    # With the last row's rates G of d + 1 levels is a function of G of d levels alone. Once one more level
+    # changes no entry, none ever will.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < min(size, depth or size):
@@ -261,7 +261,8 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
-    additions (half would do, m <= n): d b n^2 for d levels and b children, for each row of rates."""
+    additions (half would do, m <= n): d b n^2 for d levels and b children, for a table of each row of
+    rates."""
     _at_least_one(size=size, depth=depth, max_branch=max_branch)
     rates = _check_rates(acceptance_rates)[:, :max_branch]
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
@@ -388,15 +389,14 @@ def verify_one_node(P, Q, tokens, noise):
     return -1, R
 
 
-# From here on a row is a node: probabilities P, scores q, (rows, V), tokens, noise (rows, k) -> ratios
-# (rows, k), residual (rows, V). The draft stays scores, as what is left without children could underflow as
-# probabilities. A child that does not exist has token -1 and ratio 0: a node has fewer than k children, or
+# From here on a row is a node: probabilities P, scores q, (rows, V), tokens, noise (rows, k) -> ratios (rows,
+# k), residual (rows, V). The draft stays scores, as probabilities could underflow once the tried tokens are
+# removed. A child that does not exist has token -1 and ratio 0: a node has fewer than k children, or
 # processors have ruled out the rest.
 
 
 def normalise(left, otherwise):
-    """What is left of a target, as a distribution: (rows, V). Where rounding leaves nothing it is the
-    other."""
+    """What is left of a target, as a distribution, (rows, V); `otherwise` where rounding leaves nothing."""
     total = left.sum(dim=1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)
 
@@ -465,6 +465,7 @@ class Method:
         where none is, (rows,), and the residual's scores (rows, V)."""
         noise = uniform(tokens.shape, p.device, generator)
         ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
+        # The maximum of bools is found at the first that is true.
         accepted, rank = (noise < ratios).max(dim=1)
         return torch.where(accepted, rank, -1), residual.log()
 
@@ -554,10 +555,10 @@ class Traversal(Method):
     after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it. At
     the root, with a = 1, the mass stays 1.
 
-    On a chain a mass is at least the walk's chance to reach the node, so traversal never yields fewer tokens
-    on average. Where a tree branches it mostly yields more, but a child may take mass, and end the path
-    early, that the walk would have left to its sibling. Where only the root has children it is the walk, so
-    it has ratios, for `sample_and_verify`."""
+    On a chain a mass is at least the walk's chance to reach the node, and the tokens are on average the sum
+    of the masses, so traversal never yields fewer. Where a tree branches it mostly yields more, but a child
+    may take mass, and end the path early, that the walk would have left to its sibling. Where only the root
+    has children it is the walk, so it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
@@ -661,9 +662,9 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 3       x              x          x       x                 x
 #
 # Node -1 is the token before the root: the prompt's last, then the last accepted node or, if none was, the
-# old root. If it was a leaf, the draft was never fed it, and its slot holds no entry of its own. So the draft
-# is always fed node -1 again, with the root. Node -1 is the root's parent, -1, and stands where Python finds
-# index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
+# old root. If it was a leaf, the draft was never fed it, and the draft's slot holds another entry. So the
+# draft is always fed node -1 again, with the root. Node -1 is the root's parent, -1, and stands where Python
+# finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
 
 
 class Level(NamedTuple):
@@ -803,7 +804,8 @@ class CachedModel:
             seen = placement.seen & (placement.distance < window) if window else placement.seen
             self.masks.append(torch.where(seen, zero, RULED_OUT)[None, None])
         self.slots = placement.slots
-        # Nodes beyond the context have no position of their own. They cannot become text: that is shorter.
+        # Nodes beyond the context have no position of their own. A target's cannot become text, which is
+        # shorter, and what a draft says there is only less likely to be right.
         self.positions = placement.positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -884,8 +886,8 @@ class Step(NamedTuple):
 
 
 # Processors that rule tokens out by the scores alone. Any draft is lossless, and one like the target is
-# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW: a token
-# outside the draft's nucleus can be in the target's.
+# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW, below all
+# that they keep: a token outside the draft's nucleus can be in the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -931,6 +933,7 @@ class Decoder:
         self.target = CachedModel(target)
         self.draft = None if tree == NO_TREE else CachedModel(draft)
         self.models = [model for model in (self.target, self.draft) if model]
+        _refuse(self.draft and draft.device != target.device, "target and draft must be on one device")
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         self.device = target.device
@@ -1069,7 +1072,7 @@ class Decoder:
 
     @property
     def length(self):
-        """The number of the text's tokens, which `base` is on the device."""
+        """The number of the text's tokens without its padding, which `base` is on the device."""
         return len(self.text) - self.padding
 
     def reserve(self, nodes):
@@ -1199,8 +1202,9 @@ class Decoder:
         return report
 
     def replay(self):
-        """The second step with a tree is recorded as a CUDA graph, which is replayed ever after. The first
-        has warmed the libraries up. A model whose pass cannot be recorded runs without a graph."""
+        """The second step with a tree is recorded as a CUDA graph, which is replayed until the tree changes
+        or the cache grows. The first has warmed the libraries up. A model whose pass cannot be recorded runs
+        without a graph."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -1360,8 +1364,7 @@ class Planner:
             return self.shape
         if self.shape == "auto":
             if 0 < self.due <= self.steps:
-                # A wrong c would not show in a step of the planned tree, whose whole time is known. So the
-                # first and the third trial are timed again.
+                # The check in `learn` cannot reveal a wrong c: the two trees that give it are timed again.
                 del self.seconds[self.trials[0]], self.seconds[self.trials[2]]
                 self.due = 0
             for tree in self.trials:
@@ -1374,8 +1377,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But if the next larger timed size, if any, is more than a quarter larger, a tree
-        between the two is timed first, as t(n) between timed sizes is a guess."""
+        """The planned tree. But a tree half way to the next larger timed size, or of double size if there is
+        none, is timed first, unless the two are within a quarter: t(n) between timed sizes is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
@@ -1422,7 +1425,7 @@ class Planner:
                     break
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
-        # The first of them warm up, and are passed over until later ones push them out.
+        # The oldest, those that warmed up at first, are passed over.
         del times[: -self.warm_up - MANY]
         recent = times[self.warm_up :]
         if self.plan and self.due and len(recent) == MANY and step.tree == self.plan.tree:
@@ -1492,10 +1495,10 @@ def pack(model, rows=16):
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
 
     A recording is a TorchScript trace: the model runs once, the operators that it calls are written down in
-    their order, and later only those run, without the model's Python. Where Python decided something in that
-    run, a mixture of experts would keep its experts, some rotary embeddings their angles. So the recording is
-    compared with the packed model on other inputs, bit for bit, and given up where they
-    differ; and the packed model with the one that came, within rounding."""
+    their order, and later only those run, without the model's Python. What Python decided in that run, such
+    as a mixture's experts or some rotary embeddings' angles, is decided for good. So the recording must equal
+    the packed model bit for bit on other inputs, else it is given up; and the packed model must equal the one
+    that came, within rounding."""
     if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
         return model
     small = CachedModel(model)
@@ -1523,7 +1526,7 @@ def pack(model, rows=16):
             pack_linear(layer, rows)
             recording.register_buffer(f"weight_{i}", layer.weight)
     packed = outputs(small.forward)
-    _refuse((torch.cat(packed) - before).norm() > torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
+    _refuse(not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
     model.recorded = small.forward
     try:
@@ -1575,8 +1578,8 @@ def offload(model, device, resident=0):
 
     def before(i, *_):
         """Layer i is about to be computed."""
-        # Now its copy has arrived, and the layer before it has been computed. As nothing runs, the memory of
-        # a copy may be filled on one stream, read on another and freed without `record_stream`.
+        # After this nothing runs: the copy of layer i is here, layer i - 1 is computed, and its copy's memory
+        # may be freed, although one stream filled it and another read it, without `record_stream`.
         if cuda:
             torch.cuda.synchronize(device)
         for other in copies.keys() - {i}:
