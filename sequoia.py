@@ -1553,8 +1553,8 @@ def offload(model, device, resident=0):
     """Moves a model to a device, in place, for a target larger than the device. The weights of its decoder
     layers, but for the first `resident` ones, stay in host memory, pinned for a GPU. While a layer is
     computed from a copy on the device, the next layer is copied: the device holds two copies at most. Such a
-    model must not be used by two threads at once. Raises ValueError for a packed or offloaded model, one
-    without a list of layers, and layers that share weights."""
+    model cannot be saved, nor used by two threads at once. Raises ValueError for a packed or offloaded model,
+    one without a list of layers, and layers that share weights."""
     device = torch.device(device)
     cuda = device.type == "cuda"
     name = type(model).__name__
