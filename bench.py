@@ -51,7 +51,7 @@ from sequoia import METHODS, Tree, expected_tokens, optimal_tree, sequences
 HERE = Path(__file__).parent
 PLAIN = Tree([-1])
 # On how many of its prompts `speed` runs all but plain decoding and sequoia, evenly spaced.
-PEERS = 110
+PEERS = 80
 progress = functools.partial(tqdm, leave=False, disable=None)
 BLACK = "#111827"
 COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
@@ -980,10 +980,10 @@ DEFAULTS = {
     "trees": ((0, 0, []), (0, 0, [])),
     "speed": ((330, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "speed --synthetic": ((2, 128, [0.0]), (2, 64, [0.0])),
-    "planner": ((60, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "planner": ((30, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "verification": ((28, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
     "traversal": ((12, 64, [0.2, 0.6, 1.0]), (3, 64, [0.6, 1.0])),
-    "scaling": ((12, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "scaling": ((10, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
     "offload": ((4, 64, [0.6]), (2, 32, [0.6]))}
 
 
