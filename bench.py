@@ -371,7 +371,7 @@ def rejection_rates(method, scores, generator, repeats=2):
     for text, _ in itertools.product(range(len(scores)), range(repeats)):
         p, q = scores[text]
         if method.shared_noise:
-            noise = sequoia.gumbel(sequoia.uniform(p.shape, p.device, generator))
+            noise = sequoia.gumbel(sequoia.uniform(p, generator))
             p, q = p + noise, q + noise
         P = verified(method, p)
         tokens = method.propose(q, max(CHILDREN), generator)                                    # (rows, k)
@@ -525,14 +525,13 @@ def expected_of_walk(layout, tokens, P, q):
     chances = chances_of(METHODS["sequoia"], P, q, torch.where(exists, tokens[layout.children], -1))
     accepted = torch.ones_like(P[:, 0])
     accepted[layout.children[exists]] = chances[exists]
-    return torch.where(layout.mask[:-1, :-1], accepted, 1).prod(dim=1).sum().item()
+    return torch.where(layout.mask[:-1, :-2], accepted, 1).prod(dim=1).sum().item()
 
 
 def expected_of_traversal(layout, tokens, P, q):
     """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    masses, _ = METHODS["traversal"].masses(layout.tree, tokens, P, q)                      # (size,)
-    first = in_turn(masses[None, layout.leaves_first])[0]
-    return (first * (layout.depth[layout.leaves_first] + 1)).sum().item()
+    nodes, masses, _ = METHODS["traversal"].endings(layout, tokens, P, q)
+    return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
 
 
 EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}

@@ -34,7 +34,6 @@ import functools
 import gc
 import inspect
 import math
-import operator
 import os
 import sys
 import threading
@@ -50,10 +49,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
-from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
+from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
-from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -84,7 +82,7 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self):
-        parents = tuple(map(operator.index, self.parents))
+        parents = tuple(self.parents)
         _refuse(parents[:1] != (-1,), f"a tree starts with its root, whose parent is -1; got {parents[:8]}")
         depths = [0]
         ranks = [0]
@@ -106,7 +104,7 @@ class Tree:
     def from_paths(cls, paths):
         """The inverse of `paths`: (0,), (1,), (0, 0) are the root's first two children and the first one's
         first child. Raises ValueError where a parent or an elder sibling is missing."""
-        nodes = sorted({tuple(path) for path in paths} | {()}, key=lambda path: (len(path), path))
+        nodes = sorted(sorted({(), *map(tuple, paths)}), key=len)
         tree = cls([-1] + [nodes.index(path[:-1]) for path in nodes[1:]])
         _refuse(tree.paths() != nodes[1:], f"an elder sibling is missing among the paths {nodes[1:]}")
         return tree
@@ -156,21 +154,15 @@ def chain(length):
 
 def sequences(k, length):
     """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5 of 8 have 41 nodes."""
-    _at_least_one(k=k, length=length)
+    _refuse(min(k, length) < 1, f"k and length must be at least 1, got {k} and {length}")
     return Tree((-1,) + (0,) * k + tuple(range(1, k * (length - 1) + 1)))
 
 
 def k_ary(k, depth):
     """The full tree of `depth` levels in which every node above the last has `k` children."""
-    _at_least_one(k=k, depth=depth)
+    _refuse(min(k, depth) < 1, f"k and depth must be at least 1, got {k} and {depth}")
     inner = sum(k**level for level in range(depth - 1))
-    return Tree((-1, *np.repeat(range(inner), k)))
-
-
-def _at_least_one(**values):
-    for name, value in values.items():
-        _refuse(value is not None and (not isinstance(value, int | np.integer) or value < 1),
-                f"{name} must be a whole number of at least 1, got {value!r}")
+    return Tree([-1] + [child // k for child in range(inner * k)])
 
 
 # --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
@@ -195,37 +187,35 @@ def expected_tokens(tree, acceptance_rates):
     return float(sum(chance))
 
 
-def expected_tokens_table(acceptance_rates, size, depth, max_branch=None):
+def expected_tokens_table(acceptance_rates, size, depth):
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
-    best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
-    columns = [np.full(size + 1, -np.inf)]
-    for d in range(1, depth + 1):
-        columns.append(best_subtrees(0, d).G)
-    return np.stack(columns, axis=1)
+    best_subtrees = _best_subtrees(acceptance_rates, size)
+    columns = [best_subtrees(0, d).G for d in range(1, depth + 1)]
+    return np.stack([np.full(size + 1, -np.inf), *columns], axis=1)
 
 
-def optimal_tree(acceptance_rates, size, depth=None, max_branch=None):
-    """The tree of `size` nodes, on at most `depth` levels and with at most `max_branch` children a node, that
-    has the most expected tokens.
+def optimal_tree(acceptance_rates, size, depth=None):
+    """The tree of `size` nodes on at most `depth` levels that has the most expected tokens.
 
     acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted; or (levels,
     ranks), rates[d] for the children of a node on level d, the last row for all deeper levels too. They need
-    not decrease. Raises ValueError for rates that are no probabilities and sizes that no such tree can have.
+    not decrease, and a node has at most as many children as there are ranks. Raises ValueError for rates that
+    are no probabilities and sizes that no such tree can have.
 
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
-    best_subtrees = _best_subtrees(acceptance_rates, size, depth, max_branch)
+    depth = size if depth is None else depth
+    _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
+    best_subtrees = _best_subtrees(acceptance_rates, size)
     # With the last row's rates G of d + 1 levels is a function of G of d levels alone. Once one more level
     # changes no entry, none ever will.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
-    while levels < min(size, depth or size):
-        if (best_subtrees(bottom, levels).G == best_subtrees(bottom, levels + 1).G).all():
-            break
+    while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
         levels += 1
-    depth = min(depth or size, bottom + levels)
+    depth = min(depth, bottom + levels)
     possible = np.isfinite(best_subtrees(0, depth).G).nonzero()[0]
     _refuse(size not in possible, f"no such tree has {size} nodes: the largest has {possible.max()}")
     parents = [-1]
@@ -253,7 +243,7 @@ class _BestSubtrees(NamedTuple):
     last_child: list         # last_child[b - 1][n]: with b children and n nodes, how many the b-th child gets
 
 
-def _best_subtrees(acceptance_rates, size, depth, max_branch):
+def _best_subtrees(acceptance_rates, size):
     """A function of a level and a number of levels: the _BestSubtrees rooted there. With n nodes, and b
     children of their root, of which the b-th is accepted with the chance rate_b, their value is
 
@@ -263,8 +253,7 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
     additions (half would do, m <= n): d b n^2 for d levels and b children, for a table of each row of
     rates."""
-    _at_least_one(size=size, depth=depth, max_branch=max_branch)
-    rates = _check_rates(acceptance_rates)[:, :max_branch]
+    rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
     @functools.cache
@@ -291,7 +280,7 @@ def _best_subtrees(acceptance_rates, size, depth, max_branch):
 
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
-    fine = rates.ndim == 2 and len(rates) and (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
+    fine = (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
     _refuse(not fine, f"acceptance_rates, (ranks,) or (levels, ranks), must be from 0 to 1 and on each level "
                       f"sum to at most 1, as one child at most is accepted; got {rates.shape}: {rates}")
     return rates
@@ -304,11 +293,11 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 
-def uniform(shape, device, generator):
-    """Random numbers u from 0 to 1. Subtle: a token of probability p is drawn first where -log u is about p
-    or less (`sample_without_replacement` says why). So the least -log u bounds how rare a token can be drawn:
-    1e-16 with these 53 bits, 6e-8 with float32's 24."""
-    return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+def uniform(like, generator):
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: a token of probability p is drawn first
+    where -log u is about p or less (`sample_without_replacement` says why). So the least -log u bounds how
+    rare a token can be drawn: 1e-16 with these 53 bits, 6e-8 with float32's 24."""
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 
 def gumbel(u):
@@ -323,7 +312,7 @@ def sample_without_replacement(scores, k, generator=None):
     Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
     are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
     Arrivals have no memory, so the next is drawn likewise among the others."""
-    return most_likely(scores + gumbel(uniform(scores.shape, scores.device, generator)), k)
+    return most_likely(scores + gumbel(uniform(scores, generator)), k)
 
 
 def sample_with_replacement(scores, k, generator=None):
@@ -422,32 +411,26 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
 def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Of up
-    to k tries, (1 - (1 - beta)^k) / beta are made on average. So t is accepted with tries * min(P[t] / rho,
-    Q[t]), which must not exceed P[t]: tries <= rho is enough, and the residual is what is missing of P. A
-    smaller rho accepts more. rho = k holds, as no more than k tries are made. Multiply tries <= rho by beta:
-    1 - (1 - beta)^k falls with rho, the sum of min(P, rho Q) rises. So they cross once: bisection finds
-    where."""
+    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One of
+    k tries accepts with 1 - (1 - beta)^k, and then t with its share, min(P[t] / rho, Q[t]) / beta. Where the
+    first is rho beta, t is accepted with min(P[t], rho Q[t]), and max(P - rho Q, 0) is missing of P: the
+    residual. Such a rho is at most k, as k tries accept with k beta at most, and there is one: with growing
+    rho the first falls, and rho beta rises. Bisection finds it."""
     Q = q.softmax(dim=1)
-    k = (tokens >= 0).sum(dim=1, keepdim=True)                                                  # (rows, 1)
-
-    def tries_and_accepted(rho):
-        accepted = torch.minimum(P / rho, Q).double()                                           # (rows, V)
-        beta = accepted.sum(dim=1, keepdim=True).clamp(1e-9, 1)
-        return (1 - (1 - beta) ** k) / beta, accepted
-
-    low = torch.ones_like(k, dtype=torch.double)
-    high = k.clamp(min=1).double()
-    for _ in range(40):
+    # Without children it is 0, and all of P is missing.
+    k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
+    low = torch.zeros_like(k)
+    high = k
+    for _ in range(50):
         rho = (low + high) / 2
-        enough = tries_and_accepted(rho)[0] <= rho
+        beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
+        enough = 1 - (1 - beta) ** k <= rho * beta
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
-    tries, accepted = tries_and_accepted(high)
-    left = (P - tries * accepted).clamp(min=0).to(P.dtype)
     s = tokens.clamp(min=0)
     ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
-    return ratios.to(P.dtype), normalise(left, otherwise=P)
+    left = (P - high * Q).clamp(min=0)
+    return ratios.to(P.dtype), normalise(left.to(P.dtype), otherwise=P)
 
 
 @dataclass(frozen=True)
@@ -463,7 +446,7 @@ class Method:
     def verify(self, p, q, tokens, generator=None):
         """One level, row by row: scores p, q (rows, V), tokens (rows, k) -> the accepted child's rank, -1
         where none is, (rows,), and the residual's scores (rows, V)."""
-        noise = uniform(tokens.shape, p.device, generator)
+        noise = uniform(tokens, generator)
         ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
         # The maximum of bools is found at the first that is true.
         accepted, rank = (noise < ratios).max(dim=1)
@@ -477,23 +460,25 @@ class Method:
         `static`, all nodes are verified at once and the walk follows their ranks: then no shape and no branch
         depends on the outcome, as a CUDA graph needs it (section 6)."""
         if static:
-            children = torch.where(layout.children >= 0, tokens[layout.children], -1)       # (size, ranks)
+            children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            node = layout.nodes[:1]
-            for _ in layout.levels:
-                node = torch.where(rank[node] < 0, node, layout.children[node, rank[node]])
+            accepted = layout.rank == rank[layout.parent]
+            # A node is reached if it and its ancestors, the root aside, are accepted: True where the mask is.
+            # The deepest such node ends the path.
+            reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
+            node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
         # As scores. Before any rejection all of the target is left.
         residual = target_scores(slice(0, 1))
         while children := layout.tree.children[node]:
             proposed = tokens[None, children[0] : children[-1] + 1]
-            rank, residual = self.verify(residual, q[node : node + 1], proposed, generator)
+            rank, residual = self.verify(residual, q[node, None], proposed, generator)
             if rank < 0:
                 break
             node = children[rank]
             residual = target_scores(slice(node, node + 1))
-        return layout.nodes[node : node + 1], self.draw(residual, 1, generator)[:, 0]
+        return layout.nodes[node, None], self.draw(residual, 1, generator)[:, 0]
 
 
 class Matching(Method):
@@ -517,17 +502,6 @@ class Matching(Method):
         accepted, rank = (tokens == choice).max(dim=1)
         certain = torch.where(torch.arange(p.shape[1], device=p.device) == choice, 0, RULED_OUT)
         return torch.where(accepted, rank, -1), certain
-
-    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`, by comparisons alone where nothing is left to chance."""
-        if self.draw is not most_likely:
-            return super().verify_tree(layout, tokens, target_scores, q, generator, static)
-        choice = self.draw(target_scores(slice(len(q))), 1)[:, 0]                                 # (size,)
-        right = (tokens[:-1] == choice[layout.parent]) | (layout.parent < 0)
-        # A node is reached if it and its ancestors are right. The deepest such node ends the path.
-        reached = (right | ~layout.mask[:-1, :-1]).all(dim=1)
-        node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
-        return node, choice[node]
 
 
 class Traversal(Method):
@@ -561,38 +535,38 @@ class Traversal(Method):
     has children it is the walk, so it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. Children come before their parent, and the first that accepts wins."""
-        mass, residual = self.masses(layout.tree, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
-        noise = uniform(mass.shape, mass.device, generator)
-        first = (noise < mass)[layout.leaves_first].max(dim=0, keepdim=True).indices
-        node = layout.leaves_first[first]
-        return node, self.draw(residual[node].log(), 1, generator)[:, 0]
+        """As `Method.verify_tree`. The first node that accepts ends the path."""
+        nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
+        noise = uniform(mass, generator)
+        first = (noise < mass).max(dim=0, keepdim=True).indices
+        return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
-    def masses(self, tree, tokens, P, q):
-        """What is left of each node's mass when all its children were rejected, the chance that the path then
-        ends at it, (size,), and its residual then, (size, V)."""
-        mass = [P.new_ones(1)]
-        residual = []
-        for node in range(tree.size):
-            a = mass[node]
+    def endings(self, layout, tokens, P, q):
+        """The nodes, (size,), in the order in which they are tried, children before their parent; what is
+        left of each one's mass when all its children were rejected, the chance that the path then ends at it,
+        (size,); and its residual then, (size, V)."""
+        tried = []
+
+        def visit(node, a):
             R = P[node]
             remaining = q[node]
-            # Level order: these children are the next to be appended.
-            for child in tree.children[node]:
+            for child in layout.tree.children[node]:
                 exists = tokens[child] >= 0
                 s = tokens[child, None].clamp(min=0)                                            # (1,)
                 # A child that does not exist takes nothing.
                 D = torch.where(exists, remaining.softmax(dim=0), 0)
-                mass.append(torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
+                visit(child, torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
                 R = torch.where(left > 0, what_is_left / left, R)
                 # Subtle: where nothing is left this is 0, or at a = 1 it is 0 / 0, and means 1.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
-            mass[node] = a
-            residual.append(R)
-        return torch.cat(mass), torch.stack(residual)
+            tried.append((layout.nodes[node, None], a, R))
+
+        visit(0, P.new_ones(1))
+        nodes, mass, residual = zip(*tried)
+        return torch.cat(nodes), torch.cat(mass), torch.stack(residual)
 
 
 METHODS = {
@@ -611,27 +585,24 @@ GREEDY = Matching(most_likely, draw=most_likely)
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children a row from the draft's distributions Q, and verifies them against the target's P,
     (rows, V) each. Returns (rank, token), (rows,) each: the accepted child's rank, -1 where none was, and the
-    emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, other shapes, k
-    outside 1 .. V, and rows that are no probabilities.
+    emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, k outside
+    1 .. V, and rows that are no probabilities.
 
     >>> P, Q = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3]])
     >>> rank, token = sample_and_verify(P.expand(100_000, 3), Q.expand(100_000, 3), k=2)
     >>> bool(((token.bincount() / 100_000 - P).abs() < 0.01).all())
     True
     """
-    _refuse(method not in METHODS or P.ndim != 2 or P.shape != Q.shape or not 1 <= k <= P.shape[1],
-            f"needs a method of {', '.join(METHODS)}, one shape (rows, V), k from 1 to V; got {method}, "
-            f"{tuple(P.shape)}, {tuple(Q.shape)}, {k}")
     both = torch.stack([P, Q]).double()
     # Rows of bfloat16 sum to 1 but for their own rounding.
-    wrong = (both < 0).any() or not ((both.sum(dim=2) - 1).abs() < 1e-2).all()
-    _refuse(wrong, "P and Q must be probabilities: no NaN, none negative, every row summing to 1")
+    fine = both.min() >= 0 and ((both.sum(dim=2) - 1).abs() < 1e-2).all()
+    _refuse(not fine or method not in METHODS or not 1 <= k <= P.shape[1],
+            f"needs rows of probabilities, k from 1 to V and a method of {', '.join(METHODS)}")
     p, q = both.log()
     chosen = METHODS[method]
     rows = torch.arange(len(P), device=P.device)
     if chosen.shared_noise:
-        seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
-        noise = shared_noise(seed, rows, P.shape[1])
+        noise = gumbel(uniform(p, generator))
         p = p + noise
         q = q + noise
     tokens = chosen.propose(q, k, generator)
@@ -664,7 +635,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # Node -1 is the token before the root: the prompt's last, then the last accepted node or, if none was, the
 # old root. If it was a leaf, the draft was never fed it, and the draft's slot holds another entry. So the
 # draft is always fed node -1 again, with the root. Node -1 is the root's parent, -1, and stands where Python
-# finds index -1: at the end of tokens, slots, positions and mask, which have size + 1 entries.
+# finds index -1: at the end of tokens, slots, positions and the mask's rows, which are size + 1.
 
 
 class Level(NamedTuple):
@@ -687,51 +658,34 @@ class Layout:
 
     def __init__(self, tree, device):
         tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
+
+        def table(rows):
+            """Rows of several lengths as a tensor on the CPU, filled up with -1."""
+            return nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, -1)
+
         self.tree = tree
         self.parent = tensor(tree.parents)
+        self.rank = tensor(tree.ranks)
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
-        self.mask = nn.functional.pad(tree.mask, (0, 1, 0, 1)).to(device)       # (size + 1, size + 1)
+        # The mask drawn above. Its last columns stand for what lies beyond the tree, which none sees, and for
+        # the text, which all see.
+        self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
+        self.mask[:, -1] = True
         self.levels = []
-        for depth in range(1, tree.depth):
-            children = [node for node in range(tree.size) if tree.depths[node] == depth]
-            parents = sorted({tree.parents[child] for child in children})
-            width = 1 + max(tree.ranks[child] for child in children)
-            chosen = [width * parents.index(tree.parents[child]) + tree.ranks[child] for child in children]
-            fed = [-1, 0] if depth == 1 else parents
-            places = slice(children[0], children[-1] + 1)
-            self.levels.append(Level(tensor(parents), tensor(fed), width, tensor(chosen), places))
-        # Each node's children, -1 where there are no more.
-        most = max(1, *map(len, tree.children))
-        rows = [[*children] + [-1] * (most - len(children)) for children in tree.children]
-        self.children = tensor(rows)                                                    # (size, most)
-        # From the root to each node, which is repeated to fill its row.
-        paths = [row.nonzero()[:, 0].tolist() for row in tree.mask]
-        self.paths = tensor([path + path[-1:] * (tree.depth - len(path)) for path in paths])   # (size, depth)
-        # Paths below a node begin as its own does. With its end marked they come before it.
-        ends = [(*path, tree.size) for path in [(), *tree.paths()]]
-        self.leaves_first = tensor(sorted(range(tree.size), key=ends.__getitem__))
-
-
-class Placement(NamedTuple):
-    """A tree behind a text, in a cache of which the first slots are visible."""
-    slots: Tensor            # (size + 1,) where its entries go
-    positions: Tensor        # (size + 1,)
-    seen: Tensor             # (size + 1, visible) bool, the mask drawn above
-    distance: Tensor         # (size + 1, visible) by how many positions a slot's token comes before the node
-
-
-def place(layout, base, visible):
-    """The Placement of a tree whose root is at `base`, (1,)."""
-    slots = torch.arange(visible, device=base.device)
-    positions = base + layout.depth
-    # Which node each slot holds: -1 before the root, `size` beyond the tree. Both find the mask's last
-    # column, that of node -1, which is empty: node -1 is seen as a part of the text.
-    node = (slots - base).clamp(-1, layout.tree.size)
-    text = slots < base
-    distance = positions[:, None] - torch.where(text, slots, positions[node])
-    return Placement(base + layout.offset, positions, text | layout.mask[:, node], distance)
+        inner = [node for node in range(tree.size) if tree.children[node]]
+        for depth in range(tree.depth - 1):
+            parents = [node for node in inner if tree.depths[node] == depth]
+            children = table([tree.children[node] for node in parents])                 # (parents, width)
+            chosen = (children.flatten() >= 0).nonzero()[:, 0]
+            places = slice(int(children[0, 0]), int(children.max()) + 1)
+            fed = tensor(parents if depth else [-1, 0])
+            self.levels.append(Level(tensor(parents), fed, children.shape[1], chosen.to(device), places))
+        self.children = table([children or [-1] for children in tree.children]).to(device)      # (size, most)
+        self.no_child = self.children < 0
+        # From the root to each node.
+        self.paths = table([row.nonzero()[:, 0].tolist() for row in tree.mask]).to(device)     # (size, depth)
 
 
 class TreeCache(Cache):
@@ -746,6 +700,10 @@ class TreeCache(Cache):
         return visible
 
 
+# How many of a prompt's tokens are scored again to see whether a model is fit for trees.
+PROBED = 6
+
+
 class CachedModel:
     """A transformers model with a KV cache that grows, fed with a text, then with nodes of trees."""
 
@@ -755,22 +713,23 @@ class CachedModel:
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.cache = TreeCache(layers=[])
-        # All layers' keys and values, (entries, most heads, capacity, widest head_dim), so that one operation
-        # moves them, and the views of it that the layers use.
-        self.store = torch.empty(0)
-        self.entries = []
+        # All layers' keys and values, so that one operation moves them: (entries, most heads, capacity,
+        # widest head_dim). And the heads and head_dim that each of them has.
+        self.store = torch.empty(0, 0, 0, 0)
+        self.shapes = []
 
-    def feed(self, text, capacity, keep=1):
+    def feed(self, text, capacity):
         """Feeds a text, (length,), with transformers' own masks and cache, and makes room for `capacity`
-        tokens. The logits after each of its last `keep` tokens, (keep, V)."""
+        tokens. The logits after each of its last tokens, (up to PROBED, V)."""
         prefill = DynamicCache()
-        last = {"logits_to_keep": keep} if self.model._supports_logits_to_keep() else {}
-        output = self.model(input_ids=self.known(text), past_key_values=prefill, use_cache=True, **last)
+        # A draft's vocabulary may be padded to a shorter length than its target's.
+        ids = text.clamp(max=self.vocabulary - 1)[None]
+        output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=PROBED)
         fed = []
         for layer in prefill.layers:
             fed += [layer.keys, layer.values]
-        self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
-        if not len(self.store):
+        if not self.shapes:
+            self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
             heads, width = map(max, zip(*self.shapes))
             self.store = fed[0].new_zeros(len(fed), heads, 0, width)
         self.reserve(capacity)
@@ -778,35 +737,36 @@ class CachedModel:
             ours[:, :, : len(text)] = theirs
             # A NaN that an earlier text left would show through any mask.
             ours[:, :, len(text) :] = 0
-        return output.logits[0, -keep:]
+        return output.logits[0, -PROBED:]
 
     def reserve(self, capacity):
         """Makes room for so many tokens, and keeps what is there."""
-        if not len(self.store):
-            return
         # Subtle: padding by nothing would copy, and a graph would hold the old memory.
         if capacity > self.store.shape[2]:
             self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
+        # The views that the layers use.
         self.entries = []
         for entry, (heads, width) in zip(self.store, self.shapes):
             self.entries.append(entry[None, :heads, :, :width])
 
-    def known(self, tokens):
-        """Tokens, (n,), as the model takes them, (1, n). A child that does not exist is -1, and a draft's
-        vocabulary may be padded to a shorter length than its target's."""
-        return tokens.clamp(0, self.vocabulary - 1)[None]
-
-    def take(self, placement):
-        """Takes a tree's place: makes an additive mask for each window, (1, 1, size + 1, visible)."""
-        zero = self.entries[0].new_zeros(())
+    def place(self, layout, base, visible):
+        """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
+        slots take part. Makes the mask drawn above for each window, additive, (1, 1, size + 1, visible)."""
+        self.slots = base + layout.offset                                                # (size + 1,)
+        positions = base + layout.depth
+        slots = torch.arange(visible, device=base.device)
+        # Which node each slot holds: -1 is the text, `size` what lies beyond the tree.
+        node = (slots - base).clamp(-1, layout.tree.size)
         self.masks = []
         for window in self.windows.values():
-            seen = placement.seen & (placement.distance < window) if window else placement.seen
-            self.masks.append(torch.where(seen, zero, RULED_OUT)[None, None])
-        self.slots = placement.slots
+            seen = layout.mask[:, node]                                                  # (size + 1, visible)
+            if window:
+                position = torch.where(node < 0, slots, positions[node])
+                seen = seen & (positions[:, None] - position < window)
+            self.masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
         # Nodes beyond the context have no position of their own. A target's cannot become text, which is
         # shorter, and what a draft says there is only less likely to be right.
-        self.positions = placement.positions.clamp(max=self.context - 1)
+        self.positions = positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
         """One pass over some nodes: the tree's tokens (size + 1,), an index of nodes -> logits (nodes, V)."""
@@ -814,7 +774,8 @@ class CachedModel:
 
     def inputs(self, tokens, nodes):
         masks = [mask[:, :, nodes] for mask in self.masks]
-        ids = self.known(tokens[nodes])
+        # A child that does not exist is -1.
+        ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         return ids, self.positions[None, nodes], self.slots[nodes], *masks, *self.entries
 
     def forward(self, ids, positions, slots, *masks_and_entries):
@@ -827,9 +788,9 @@ class CachedModel:
         return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True).logits[0]
 
-    def move(self, source, destination):
-        """Moves the entries of some slots, (slots,) each, in every layer."""
-        self.store.index_copy_(2, destination, self.store.index_select(2, source))
+    def move(self, path):
+        """Moves the entries of these nodes, (depth,), to the first slots of their tree, in every layer."""
+        self.store.index_copy_(2, self.slots[: len(path)], self.store.index_select(2, self.slots[path]))
 
 
 def attention_windows(model):
@@ -841,7 +802,7 @@ def attention_windows(model):
     config = model.config.get_text_config(decoder=True)
     # Models of one kind name none: call it sliding, by the configuration's window or None, which is full.
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["sliding_attention"])
-    needed = {"position_ids", "past_key_values"}
+    needed = {"position_ids", "past_key_values", "logits_to_keep"}
     # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16.
     _refuse(model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
             or kinds.keys() - {"full_attention", "sliding_attention"}
@@ -850,9 +811,9 @@ def attention_windows(model):
     attention = model.config._attn_implementation
     _refuse(attention not in ("eager", "sdpa"),
             f"{name} with {attention} takes no tree: load it with attn_implementation='sdpa'")
-    places = {str(weight.device) for weight in model.parameters()}
-    _refuse(len(places) > 1 or model.device.type not in ("cpu", "cuda"),
-            f"{name} must be on one device, a CPU or CUDA, and is on {', '.join(sorted(places))}")
+    places = {weight.device for weight in model.parameters()}
+    _refuse(len(places) > 1 and not hasattr(model, "offloaded"),
+            f"{name} must be on one device, and is on {places}")
     window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
@@ -902,8 +863,6 @@ UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers
           "prompt_lookup_num_tokens", "streamer", "use_mtp")
 # Arguments of a model that change no text.
 HARMLESS = ("attention_mask", "input_ids", "logits_to_keep", "use_cache")
-# How many of a prompt's tokens are scored again to see whether a model is fit for trees.
-PROBED = 6
 
 
 class Decoder:
@@ -922,10 +881,8 @@ class Decoder:
                  cuda_graph=True):
         if draft is None and tree == "auto":
             tree = NO_TREE
-        shape = isinstance(tree, tuple) and len(tree) == 2
-        _refuse(tree != "auto" and not isinstance(tree, Tree) and not shape,
+        _refuse(tree != "auto" and not isinstance(tree, Tree | tuple),
                 f"tree must be a Tree, (size, depth) or 'auto', got {tree!r}")
-        _refuse(draft is None and tree != NO_TREE, "a tree that is more than its root needs a draft")
         self.given_method = METHODS.get(method, method)
         _refuse(not isinstance(self.given_method, Method),
                 f"method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -933,7 +890,6 @@ class Decoder:
         self.target = CachedModel(target)
         self.draft = None if tree == NO_TREE else CachedModel(draft)
         self.models = [model for model in (self.target, self.draft) if model]
-        _refuse(self.draft and draft.device != target.device, "target and draft must be on one device")
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         self.device = target.device
@@ -967,31 +923,33 @@ class Decoder:
             mask = torch.ones_like(ids) if mask is None else mask.to(self.device).long()
             self.check(model, ids, mask, logits_processor, generation_config, arguments)
             self.prepare(logits_processor, generation_config)
-            if streamer is not None:
+            if streamer:
                 streamer.put(ids.cpu())
             rows = []
+            self.rows = len(ids)
             for self.row, text in enumerate(ids):
-                self.rows = len(ids)
-                self.processors = [of_row(processor, self.row) for processor in logits_processor]
                 for token in self.tokens_after(text, padding=int((mask[self.row] == 0).sum())):
                     _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
                     text = torch.cat([text, text.new_tensor([token])])
-                    if streamer is not None:
+                    if streamer:
                         streamer.put(text[-1:].cpu())
                     if stopping_criteria(text[None], None).all():
                         break
                 rows.append(text)
-            if streamer is not None:
+            if streamer:
                 streamer.end()
         finally:
             self.in_use.release()
-        pad = generation_config._pad_token_tensor
-        out = nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else int(pad))
+        out = nn.utils.rnn.pad_sequence(rows, True, int(generation_config._pad_token_tensor or 0))
         return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        given = arguments_of_generate()
+        # Those of `generate`, which does not hand over all that it was given.
+        frame = inspect.currentframe()
+        while frame and "assistant_model" not in frame.f_locals:
+            frame = frame.f_back
+        given = dict(frame.f_locals) if frame else {}
         settings = vars(config) | given
         unable = [name for name in UNABLE if settings.get(name)]
         # What generate has prepared itself, such as position_ids, is as it should be.
@@ -1018,14 +976,15 @@ class Decoder:
     def prepare(self, processors, config):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
         self.limit = config.max_length
+        self.processors = processors
         self.method = self.given_method if config.do_sample else GREEDY
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         self.static = self.cuda_graph and not self.reads_text
         sampling = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        sampling += [self.method, self.static, self.reads_text]
+        sampling += [self.method, self.reads_text]
         if sampling != self.sampling:
             self.layout = None
-            self.planner = Planner(self.tree, self.target.vocabulary, warm_up=2 if self.static else 1)
+            self.planner = Planner(self.tree, self.target.vocabulary)
             self.sampling = sampling
 
     @torch.inference_mode()
@@ -1046,7 +1005,9 @@ class Decoder:
             if self.sharded:
                 # All ranks plan by rank 0's clock.
                 torch.distributed.broadcast_object_list(seconds, src=0)
-            self.planner.learn(step, *seconds)
+            # The first step with a tree warms up. If static, the second is recorded.
+            warm = self.steps > 1 + self.static
+            self.planner.learn(step, seconds[0] if warm else None)
             self.on_step(step)
             # Without a token after it the path is not to be trusted either.
             yield from step.tokens if step.token >= 0 else [-1]
@@ -1063,7 +1024,7 @@ class Decoder:
         # Whether the draft has the entries of the text up to node -1.
         self.draft_is_fed = False
         self.reserve(0)
-        logits = self.target.feed(text[padding:], self.capacity, keep=min(PROBED, self.length))
+        logits = self.target.feed(text[padding:], self.capacity)
         self.vocabulary = logits.shape[1]
         if self.layout is None:
             self.use(NO_TREE)
@@ -1090,7 +1051,7 @@ class Decoder:
     def draw_root(self, logits):
         """Draws the token after the text, of logits (1, V): the root of the next tree."""
         if self.method.shared_noise:
-            self.noise = shared_noise(self.seed, self.base, self.vocabulary)
+            self.noise = shared_noise(self.seed, self.base - 1, self.vocabulary)
         scores = self.scores(logits, slice(-1, None))
         self.tokens[:1] = self.method.draw(scores, 1, self.generator)[:, 0]
         return int(self.tokens[0])
@@ -1113,14 +1074,14 @@ class Decoder:
         real = layout.paths[-2]
         start = self.base - known
         self.reserve(layout.tree.size)
-        self.target.take(place(layout, start, self.capacity))
+        self.target.place(layout, start, self.capacity)
         scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[real]
         # The median, as a mixture of experts may round a token to another expert.
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
         _refuse(not difference < torch.finfo(self.target.model.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
         self.probed = known == PROBED
-        self.target.move(start + real, start + layout.nodes[: known + 1])
+        self.target.move(real)
         self.tokens[-1] = self.tokens[0]
         self.text = torch.cat([self.text, self.tokens[:1]])
         self.base += 1
@@ -1148,11 +1109,7 @@ class Decoder:
         # If static, the step's one copy to the host.
         node, token, *tokens, _ = program().tolist()
         tree = self.layout.tree
-        path = []
-        while node:
-            path.insert(0, node)
-            node = tree.parents[node]
-        step = Step(tree, tokens, path, token)
+        step = Step(tree, tokens, tree.mask[node].nonzero().flatten().tolist()[1:], token)
         # The old root and the accepted nodes. The token after them is the new root.
         self.text = torch.cat([self.text, self.text.new_tensor(tokens[:1] + step.tokens[:-1])])
         # A step without a tree leaves the draft behind.
@@ -1164,40 +1121,43 @@ class Decoder:
 
         If `static`, its shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
         layout = self.layout
+        tokens = self.tokens
         models = self.models if layout.levels else [self.target]
         # 1. The tree takes its place behind the text.
-        placement = place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
         for model in models:
-            model.take(placement)
+            model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
         if self.method.shared_noise:
-            positions = self.base + 1 + torch.arange(layout.tree.depth, device=self.device)
+            positions = self.base + layout.nodes[: layout.tree.depth]
             self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for depth, level in enumerate(layout.levels):
-            logits = self.draft.score(self.tokens, level.fed)[-len(level.parents) :]
+            logits = self.draft.score(tokens, level.fed)[-len(level.parents) :]
             q = self.scores(logits, level.parents, level=depth)                         # (parents, V)
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
-            torch.take(proposals, level.chosen, out=self.tokens[level.children])
+            torch.take(proposals, level.chosen, out=tokens[level.children])
         # Below a child that does not exist there is none either.
-        missing = ((self.tokens < 0) & layout.mask).any(dim=1)
-        self.tokens.masked_fill_(missing, -1)
+        missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
+        tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
-        logits = self.target.score(self.tokens, slice(layout.tree.size))                # (size, V)
+        logits = self.target.score(tokens, slice(layout.tree.size))                     # (size, V)
+
+        def target_scores(nodes):
+            return self.scores(logits[nodes], nodes)
+
         # 4. Verification finds the path to keep and the token after it.
         node, token = self.method.verify_tree(
-            layout, self.tokens, lambda nodes: self.scores(logits[nodes], nodes), self.q, self.generator,
-            self.static)
+            layout, tokens, target_scores, self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
         token = torch.where((self.q.max() + logits.max()).isnan(), -1, token)
-        report = torch.cat([node, token, self.tokens])
+        report = torch.cat([node, token, tokens])
         # 5. The entries of the accepted nodes move up behind the text.
         path = layout.paths[node][0]                                                    # (depth,)
         for model in models:
-            model.move(self.base + path, self.base + layout.nodes[: len(path)])
+            model.move(path)
         # 6. The last accepted node is the next node -1, the token the next root.
-        self.tokens[-1:] = self.tokens[node]
-        self.tokens[:1] = token
+        tokens[-1:] = tokens[node]
+        tokens[:1] = token
         self.base += layout.depth[node] + 1
         return report
 
@@ -1213,7 +1173,7 @@ class Decoder:
                 with torch.cuda.graph(graph):
                     self.report = self.program()
             except RuntimeError as error:
-                warnings.warn(f"decoding goes on without a CUDA graph: {str(error).strip().splitlines()[0]}")
+                warnings.warn(f"decoding goes on without a CUDA graph: {error}")
                 self.cuda_graph = self.static = False
                 return self.program()
             self.graph = graph
@@ -1244,7 +1204,7 @@ class Decoder:
 
     def processed_after(self, node, scores, draft):
         """The scores after one node, (1, V), processed with the text up to it."""
-        path = self.layout.mask[node, :-1].nonzero()[:, 0]
+        path = self.layout.mask[node, :-2].nonzero()[:, 0]
         text = torch.cat([self.text, self.tokens[path]])[None]
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
@@ -1263,22 +1223,6 @@ class Decoder:
         return scores
 
 
-def of_row(processor, row):
-    """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
-    if type(processor) is not PrefixConstrainedLogitsProcessor:
-        return processor
-    allowed = processor._prefix_allowed_tokens_fn
-    return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
-
-
-def arguments_of_generate():
-    """Those of the `generate` that is running: it does not hand over all of them to a custom loop."""
-    frame = inspect.currentframe()
-    while frame and "assistant_model" not in frame.f_locals:
-        frame = frame.f_back
-    return dict(frame.f_locals) if frame else {}
-
-
 def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
            cuda_graph=True, **rest):
     """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
@@ -1291,8 +1235,9 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 
 # Acceptance rates before any evidence: a decent draft, a power law in the rank.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
-# The most nodes of a tree.
+# The most nodes of a tree, and twice the levels of a binary tree with so many.
 LARGEST = 256
+DEEPEST = 18
 # Noise only adds to a time. So a tree's time is the least of three steps with it, later of the last eight.
 FEW = 3
 MANY = 8
@@ -1318,33 +1263,29 @@ class Plan(NamedTuple):
 
 def plan(rates, latency):
     """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), over all sizes up to the
-    largest timed one and depths up to 18. rates: as in `optimal_tree`."""
+    largest timed one and depths up to DEEPEST. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
-    # Twice the depth of a binary tree of LARGEST nodes.
-    deepest = min(largest, 2 * LARGEST.bit_length())
-    tokens = expected_tokens_table(rates, largest, deepest)[1:, 1:].clip(0)             # (largest, deepest)
-    n, d = np.mgrid[1 : largest + 1, 1 : deepest + 1]
+    tokens = expected_tokens_table(rates, largest, DEEPEST)[1:, 1:].clip(0)             # (largest, DEEPEST)
+    n, d = np.mgrid[1 : largest + 1, 1 : DEEPEST + 1]
     seconds = latency.of_step(n, d)
     pace = tokens / seconds
     best = np.unravel_index(pace.argmax(), pace.shape)
     tree = optimal_tree(rates, n[best], d[best])
-    return Plan(tree, float(tokens[best]), float(seconds[best]), float(pace[best] * latency.t[0]))
+    return Plan(tree, tokens[best], seconds[best], pace[best] * latency.t[0])
 
 
 class Planner:
     """Chooses a Decoder's trees. It measures while the first steps decode, then plans, and goes on learning.
 
-    shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". warm_up: how many steps
-    with a tree are not timed. plan: the Plan in use, if "auto" has made one."""
+    shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". plan: the Plan in use,
+    if "auto" has made one."""
 
-    def __init__(self, shape, vocabulary, warm_up):
+    def __init__(self, shape, vocabulary):
         self.shape = shape
-        self.warm_up = warm_up
         self.prior = PRIOR[:vocabulary]
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
-        self.patience = 0        # for how many steps it does not measure anew
         self.measure_anew()
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
@@ -1368,7 +1309,7 @@ class Planner:
                 del self.seconds[self.trials[0]], self.seconds[self.trials[2]]
                 self.due = 0
             for tree in self.trials:
-                if len(self.seconds.get(tree, ())) < self.warm_up + FEW:
+                if len(self.seconds.get(tree, ())) < FEW:
                     return tree
         # Planned again when as much again has been seen.
         if self.steps >= self.due:
@@ -1396,10 +1337,7 @@ class Planner:
 
     def latency(self):
         """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
-        step = {}
-        for tree, times in self.seconds.items():
-            if len(times) >= self.warm_up + FEW:
-                step[tree] = min(times[self.warm_up :])
+        step = {tree: min(times) for tree, times in self.seconds.items() if len(times) >= FEW}
         branched, root, straight = self.trials[:3]
         c = max(0.0, (step[straight] - step[branched]) / 4)
         t = {}
@@ -1411,7 +1349,8 @@ class Planner:
         return Latency(sizes, [t[size] for size in sizes], c)
 
     def learn(self, step, seconds):
-        """Takes in what a step has shown: its time, and which children a walk to its end would have tried."""
+        """Takes in what a step has shown: which children a walk to its end would have tried, and its time, or
+        None if that does not count."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1423,17 +1362,15 @@ class Planner:
                 if child in path:
                     self.accepted[row, rank] += 1
                     break
+        if seconds is None:
+            return
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
-        # The oldest, those that warmed up at first, are passed over.
-        del times[: -self.warm_up - MANY]
-        recent = times[self.warm_up :]
-        if self.plan and self.due and len(recent) == MANY and step.tree == self.plan.tree:
-            # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
-            # measuring takes no more than a part of the time.
-            if not 0.7 < min(recent) / self.plan.seconds < 1.4 and self.steps >= self.patience:
+        del times[:-MANY]
+        if self.plan and self.due and len(times) == MANY and step.tree == self.plan.tree:
+            # The machine has changed its speed, or the forecast was wrong.
+            if not 0.7 < min(times) / self.plan.seconds < 1.4:
                 self.measure_anew()
-                self.patience = 200
                 # These times are new, so the next forecast for this tree will be right.
                 self.seconds[step.tree] = times
 
@@ -1478,14 +1415,6 @@ def pack_linear(layer, rows):
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
 
-def _refuse_saving(model):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("a packed or offloaded model cannot be saved or loaded: its weights are elsewhere")
-
-    model.state_dict = refuse
-    model.load_state_dict = refuse
-
-
 @torch.no_grad()
 def pack(model, rows=16):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
@@ -1499,23 +1428,25 @@ def pack(model, rows=16):
     as a mixture's experts or some rotary embeddings' angles, is decided for good. So the recording must equal
     the packed model bit for bit on other inputs, else it is given up; and the packed model must equal the one
     that came, within rounding."""
-    if {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu":
+    unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
+    if unfit or model.dtype not in packable_dtypes():
         return model
     small = CachedModel(model)
-    if model.dtype not in packable_dtypes():
-        return model
     model.requires_grad_(False)
     small.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    # The first is recorded. The others have more nodes behind a longer text, the last at the context's end.
-    for base, nodes, ahead in ((4, 3, 0), (5, 7, 0), (16, 15, 10**6)):
-        small.take(place(layout, torch.tensor([base]), base + layout.tree.size))
+    # The first is recorded. The second has more nodes behind a longer text, at the context's end.
+    for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
+        small.place(layout, torch.tensor([base]), base + layout.tree.size)
         small.positions = (small.positions + ahead).clamp(max=small.context - 1)
         examples.append(small.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
 
     def outputs(forward):
         return [forward(*inputs) for inputs in examples]
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("a packed model cannot be saved or loaded")
 
     before = torch.cat(outputs(small.forward))
     # The trace's module. It holds the packed weights, which cannot be constants of a trace as others can.
@@ -1543,8 +1474,8 @@ def pack(model, rows=16):
     except (RuntimeError, AttributeError):
         # There is no trace of this model. It runs packed.
         pass
-
-    _refuse_saving(model)
+    model.state_dict = refuse
+    model.load_state_dict = refuse
     return model
 
 
@@ -1552,56 +1483,47 @@ def pack(model, rows=16):
 def offload(model, device, resident=0):
     """Moves a model to a device, in place, for a target larger than the device. The weights of its decoder
     layers, but for the first `resident` ones, stay in host memory, pinned for a GPU. While a layer is
-    computed from a copy on the device, the next layer is copied: the device holds two copies at most. Such a
-    model cannot be saved, nor used by two threads at once. Raises ValueError for a packed or offloaded model,
-    one without a list of layers, and layers that share weights."""
-    device = torch.device(device)
-    cuda = device.type == "cuda"
-    name = type(model).__name__
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    _refuse(not lists or {"recorded", "offloaded"} & vars(model).keys(),
-            f"{name} is packed or offloaded, or has no list of {count} layers")
+    computed from a copy on the device, the next layer is copied: the device holds two copies. Such a model
+    cannot be used by two threads at once."""
+    cuda = torch.device(device).type == "cuda"
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     layers = lists[0][resident:]
-    uses = [id(weight) for _, weight in model.named_parameters(remove_duplicate=False)]
-    _refuse(any(uses.count(id(weight)) > 1 for weight in layers.parameters()),
-            f"{name} has layers that share weights")
-    weights = [list(layer.parameters()) for layer in layers]
     stream = torch.cuda.Stream(device) if cuda else None
     host = []
     copies = {}
 
-    def fetch(i):
-        """Starts to copy layer i, unless there is a copy."""
-        if i not in copies:
-            copies[i] = [weight.to(device, non_blocking=True, copy=True) for weight in host[i]]
+    def copy(i):
+        return [weight.to(device, non_blocking=True, copy=True) for weight in host[i]]
+
+    def give(i, data):
+        for weight, tensor in zip(layers[i].parameters(), data):
+            weight.data = tensor
 
     def before(i, *_):
-        """Layer i is about to be computed."""
-        # After this nothing runs: the copy of layer i is here, layer i - 1 is computed, and its copy's memory
-        # may be freed, although one stream filled it and another read it, without `record_stream`.
+        """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
+        # After this nothing runs: that copy is here, layer i - 1 is computed, and its memory is free again,
+        # although one stream filled it and another read it.
         if cuda:
             torch.cuda.synchronize(device)
-        for other in copies.keys() - {i}:
-            for weight in weights[other]:
-                weight.data = weight.new_empty(0)
-            del copies[other]
-        # It has no copy in the first pass, or after one that was broken off.
-        fetch(i)
-        for weight, copy in zip(weights[i], copies[i]):
-            weight.data = copy
+        give(i, copies.pop(i, None) or copy(i))
+        following = (i + 1) % len(layers)
         with torch.cuda.stream(stream):
-            fetch((i + 1) % len(layers))
+            copies[following] = copy(following)
 
+    def after(i, *_):
+        give(i, host[i])
+
+    for layer in layers:
+        host.append([weight.data.pin_memory() if cuda else weight.data for weight in layer.parameters()])
     for i, layer in enumerate(layers):
-        host.append([weight.data.pin_memory() if cuda else weight.data for weight in weights[i]])
-        for weight in weights[i]:
-            # Without a copy it has no memory, but counts as on the device.
-            weight.data = weight.new_empty(0, device=device)
+        # What is empty costs nothing to move.
+        give(i, [weight.new_empty(0) for weight in host[i]])
         layer.register_forward_pre_hook(functools.partial(before, i))
+        layer.register_forward_hook(functools.partial(after, i))
     model.to(device)
+    for i in range(len(layers)):
+        after(i)
     model.offloaded = True
-    _refuse_saving(model)
     return model.eval().requires_grad_(False)
 
 
@@ -1639,28 +1561,22 @@ def arguments(argv=None):
     add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (%(default)s)")
     add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (%(default)s)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="in tokens (%(default)s)")
-    add("--temperature", type=float, default=0.6, metavar="T",
-        help="0 is greedy, 1 the model's own (%(default)s)")
-    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability together, "
-        "0 to 1 (all)")
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (all)")
-    add("--seed", type=int, default=0, help="the same seed and tree give the same text; with --method gumbel "
-        "any tree (%(default)s)")
-    add("--method", default="sequoia", choices=METHODS, help="how children are drawn and verified "
-        "(%(default)s)")
-    add("--tree", default="auto", help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so "
-        "many nodes on so many levels), or none, which is plain decoding (%(default)s)")
+    add("--max-new-tokens", type=int, default=128, help="in tokens (%(default)s)")
+    add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
+    add("--top-p", type=float, help="keep the likeliest tokens with this probability together, 0 to 1 (all)")
+    add("--top-k", type=int, help="keep so many likeliest tokens (all)")
+    add("--seed", type=int, default=0,
+        help="the same seed and tree give the same text; with --method gumbel any tree (%(default)s)")
+    add("--method", default="sequoia", choices=METHODS,
+        help="how children are drawn and verified (%(default)s)")
+    add("--tree", type=parse_tree, default="auto",
+        help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so many nodes and levels) or "
+             "none, which is plain decoding (%(default)s)")
     add("--device", default=gpu if torch.cuda.is_available() else "cpu", help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
-    args = parser.parse_args(argv)
-    _refuse(not 0 <= args.temperature <= 100, f"--temperature must be from 0 to 100, got {args.temperature}")
-    _refuse(args.top_p is not None and not 0 < args.top_p <= 1,
-            f"--top-p must be more than 0 and at most 1, got {args.top_p}")
-    args.tree = parse_tree(args.tree)
-    return args
+    return parser.parse_args(argv)
 
 
 def parse_tree(spec):
@@ -1669,9 +1585,7 @@ def parse_tree(spec):
         return spec
     if spec == "none":
         return NO_TREE
-    size, _, depth = spec.partition("x")
-    _refuse(not size.isdecimal() or not depth.isdecimal(),
-            f"--tree must be auto, SIZExDEPTH such as 16x6, or none; got {spec!r}")
+    size, depth = spec.split("x")
     return int(size), int(depth)
 
 
@@ -1680,9 +1594,8 @@ def read(kind, name, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
     except Exception as error:
-        reason, _, _ = str(error).strip().partition("\n")
         raise ValueError(f"cannot load {name} (no network, wrong name, damaged files?): "
-                         f"{type(error).__name__} {reason}") from error
+                         f"{type(error).__name__} {error}") from error
 
 
 def load(name, args, large=False):
@@ -1691,21 +1604,20 @@ def load(name, args, large=False):
     sharded = large and RANKS > 1
     offloaded = large and args.offload
     mapped = offloaded and args.device == "cpu"
-    kwargs = {}
+    distributed = None
     if sharded:
-        _refuse(not transformers.utils.is_accelerate_available(), "torchrun needs the package accelerate")
         # Imported here, as it takes most of a second.
         from transformers.distributed import DistributedConfig
-        kwargs["distributed_config"] = DistributedConfig(tp_size=RANKS)
+        distributed = DistributedConfig(tp_size=RANKS)
     good = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
     dtype = "bfloat16" if good else "float32"
     if mapped:
         # Weights that keep their files' dtype are mapped, and the system pages them in and out.
         dtype = "auto"
     model, found = read(AutoModelForCausalLM, name, dtype=args.dtype or dtype, output_loading_info=True,
-                        ignore_mismatched_sizes=True, **kwargs)
-    lost = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {sorted(lost)[:1]}")
+                        ignore_mismatched_sizes=True, distributed_config=distributed)
+    lost = [*found["missing_keys"], *found["mismatched_keys"]]
+    _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
     if offloaded and not mapped:
         return offload(model, args.device)
     if sharded or mapped:
@@ -1728,20 +1640,20 @@ def load_tokenizer(args):
 
 
 def decode_prompt(args):
-    """Loads, decodes, prints. Returns the exit code."""
+    """Loads, decodes, prints."""
     tokenizer = load_tokenizer(args)
     text = args.prompt
     if text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
-    _refuse(ids.shape[1] == 0, "--prompt is empty")
     draft = None if args.tree == NO_TREE else load(args.draft, args)
     target = load(args.target, args, large=True)
     steps = []
+    explain = args.explain and not RANK
 
     def on_step(step):
         steps.append(step)
-        if args.explain:
+        if explain:
             words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
             for node in (0, *step.path):
                 words[node] = f"[{words[node]}]"
@@ -1749,26 +1661,20 @@ def decode_prompt(args):
 
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
-    streamer = None if args.explain else TextStreamer(tokenizer)
-    code = 0
+    # Rank 0 prints the text. Errors are any rank's.
+    streamer = None if args.explain or RANK else TextStreamer(tokenizer)
     begun = time.perf_counter()
-    try:
-        out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature > 0,
-            custom_generate=functools.partial(decoder, streamer=streamer),
-            temperature=args.temperature or None, top_k=args.top_k or 0, top_p=args.top_p,
-            max_new_tokens=args.max_new_tokens)
-        count = out.shape[1] - ids.shape[1]
-        if args.explain:
-            print(tokenizer.decode(out[0]))
-    except KeyboardInterrupt:
-        code = 130
-        count = sum(len(step.tokens) for step in steps)
+    out = target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0,
+        custom_generate=functools.partial(decoder, streamer=streamer), temperature=args.temperature or None,
+        top_k=args.top_k or 0, top_p=args.top_p, max_new_tokens=args.max_new_tokens)
+    seconds = time.perf_counter() - begun
+    if explain:
+        print(tokenizer.decode(out[0]))
     if not RANK:
-        summarise(args, decoder, steps, count, time.perf_counter() - begun)
+        summarise(args, decoder, steps, out.shape[1] - ids.shape[1], seconds)
     if RANKS > 1:
         torch.distributed.destroy_process_group()
-    return code
 
 
 def summarise(args, decoder, steps, count, seconds):
@@ -1777,23 +1683,16 @@ def summarise(args, decoder, steps, count, seconds):
     per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
     say(f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
         f"{count / seconds:.1f} a second")
-    if not steps:
-        return
-    tree = steps[-1].tree
+    tree = decoder.layout.tree
     seed = f", seed {args.seed}" if args.temperature else ""
     say(f"tree {tree.size}x{tree.depth}, method {args.method}, temperature {args.temperature:g}{seed}, "
         f"{decoder.target.model.dtype} on {args.device}")
-    asked = {TemperatureLogitsWarper: args.temperature, TopPLogitsWarper: args.top_p,
-             TopKLogitsWarper: args.top_k}
-    added = [type(one).__name__ for one in decoder.processors if not asked.get(type(one))]
-    if added:
-        say(f"{args.target}'s generation config adds {', '.join(added)}")
+    say("logits processors, the target's generation config included: "
+        + (", ".join(type(one).__name__ for one in decoder.processors) or "none"))
     found = decoder.planner.plan
     if found:
-        say(f"plan: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain decoding")
-        if args.temperature and args.method != "gumbel":
-            say("the trees come from measured times, so a seed alone does not repeat the text: --tree or "
-                "--method gumbel does")
+        say(f"plan, from measured times: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain "
+            "decoding")
 
 
 def main(argv=None):
@@ -1803,11 +1702,11 @@ def main(argv=None):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
-    if RANK:
-        # Rank 0 prints the text. Errors are any rank's.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
-        return decode_prompt(arguments(argv))
+        decode_prompt(arguments(argv))
+        return 0
+    except KeyboardInterrupt:
+        return 130
     # A device that is not there is a RuntimeError, or an AssertionError where torch has no CUDA at all.
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
         print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)

