@@ -154,13 +154,11 @@ def chain(length):
 
 def sequences(k, length):
     """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5 of 8 have 41 nodes."""
-    _refuse(min(k, length) < 1, f"k and length must be at least 1, got {k} and {length}")
-    return Tree((-1,) + (0,) * k + tuple(range(1, k * (length - 1) + 1)))
+    return Tree([-1] + [max(0, node - k) for node in range(1, k * length + 1)])
 
 
 def k_ary(k, depth):
     """The full tree of `depth` levels in which every node above the last has `k` children."""
-    _refuse(min(k, depth) < 1, f"k and depth must be at least 1, got {k} and {depth}")
     inner = sum(k**level for level in range(depth - 1))
     return Tree([-1] + [child // k for child in range(inner * k)])
 
@@ -430,7 +428,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     s = tokens.clamp(min=0)
     ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
     left = (P - high * Q).clamp(min=0)
-    return ratios.to(P.dtype), normalise(left.to(P.dtype), otherwise=P)
+    return ratios, normalise(left, otherwise=P)
 
 
 @dataclass(frozen=True)
@@ -1014,8 +1012,7 @@ class Decoder:
 
     def begin(self, text, padding):
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
-        if self.method.shared_noise:
-            self.seed.random_(generator=self.generator)
+        self.seed.random_(generator=self.generator)
         # The text up to node -1, padding included. The target has the entries of all of it. The root comes
         # next: tokens[0].
         self.text = text
@@ -1445,9 +1442,6 @@ def pack(model, rows=16):
     def outputs(forward):
         return [forward(*inputs) for inputs in examples]
 
-    def refuse(*args, **kwargs):
-        raise RuntimeError("a packed model cannot be saved or loaded")
-
     before = torch.cat(outputs(small.forward))
     # The trace's module. It holds the packed weights, which cannot be constants of a trace as others can.
     recording = nn.Module()
@@ -1474,8 +1468,6 @@ def pack(model, rows=16):
     except (RuntimeError, AttributeError):
         # There is no trace of this model. It runs packed.
         pass
-    model.state_dict = refuse
-    model.load_state_dict = refuse
     return model
 
 
@@ -1558,8 +1550,8 @@ def arguments(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    add("--target", default=os.path.relpath(TINY / "target"), help="folder or hub name (%(default)s)")
-    add("--draft", default=os.path.relpath(TINY / "draft"), help="a small model, same tokens (%(default)s)")
+    add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
+    add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
     add("--max-new-tokens", type=int, default=128, help="in tokens (%(default)s)")
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
@@ -1687,8 +1679,8 @@ def summarise(args, decoder, steps, count, seconds):
     seed = f", seed {args.seed}" if args.temperature else ""
     say(f"tree {tree.size}x{tree.depth}, method {args.method}, temperature {args.temperature:g}{seed}, "
         f"{decoder.target.model.dtype} on {args.device}")
-    say("logits processors, the target's generation config included: "
-        + (", ".join(type(one).__name__ for one in decoder.processors) or "none"))
+    names = [type(one).__name__ for one in decoder.processors]
+    say(f"logits processors, those of the target's generation config included: {names}")
     found = decoder.planner.plan
     if found:
         say(f"plan, from measured times: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain "

