@@ -12,7 +12,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     paper            here                        where
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is the one
-                                                 accepted, whichever ancestors were: so chances multiply
+                                                 accepted, the same whichever its ancestors are
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -249,8 +249,7 @@ def _best_subtrees(acceptance_rates, size):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
-    additions (half would do, m <= n): d b n^2 for d levels and b children, for a table of each row of
-    rates."""
+    additions, so d levels of b children cost d b n^2, and as much again for each further row of rates."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -287,14 +286,13 @@ def _check_rates(acceptance_rates):
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 #
 # What a model says travels as scores: logarithms of probabilities up to a constant, float32, -inf where a
-# token is ruled out. Scores do not underflow, so what follows holds at every temperature.
+# token is ruled out. Scores do not underflow, so what follows holds at low temperatures, too.
 RULED_OUT = -math.inf
 
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: a token of probability p is drawn first
-    where -log u is about p or less (`sample_without_replacement` says why). So the least -log u bounds how
-    rare a token can be drawn: 1e-16 with these 53 bits, 6e-8 with float32's 24."""
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the least -log u bounds how rare a token
+    can be drawn (by the times in `sample_without_replacement`): 1e-16 with 53 bits, 6e-8 with float32's."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 
@@ -409,13 +407,14 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
 def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One of
-    k tries accepts with 1 - (1 - beta)^k, and then t with its share, min(P[t] / rho, Q[t]) / beta. Where the
-    first is rho beta, t is accepted with min(P[t], rho Q[t]), and max(P - rho Q, 0) is missing of P: the
-    residual. Such a rho is at most k, as k tries accept with k beta at most, and there is one: with growing
-    rho the first falls, and rho beta rises. Bisection finds it."""
+    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. So one
+    of k tries accepts with 1 - (1 - beta)^k, and then it accepts t with t's share, min(P[t] / rho, Q[t]) /
+    beta. Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all,
+    and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
+    one, the sum of min(P, rho Q), rises. At rho = k it is the larger: k tries accept with k beta at most. So
+    bisection finds rho."""
     Q = q.softmax(dim=1)
-    # Without children it is 0, and all of P is missing.
+    # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
     low = torch.zeros_like(k)
     high = k
@@ -461,8 +460,8 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # A node is reached if it and its ancestors, the root aside, are accepted: True where the mask is.
-            # The deepest such node ends the path.
+            # A node is reached if it and its ancestors, the root aside, are accepted: `>=` says that of
+            # bools, True where the mask is. The deepest such node ends the path.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -493,7 +492,7 @@ class Matching(Method):
     it too. Here only the target's scores and the noise choose the token.
 
     What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
-    (1 - d) / (1 + d) at least, where Algorithm 2 has 1 - d. `bench.py verification` compares several."""
+    (1 - d) / (1 + d) at least (its paper has the proof), where Algorithm 2 has 1 - d."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -528,9 +527,8 @@ class Traversal(Method):
     the root, with a = 1, the mass stays 1.
 
     On a chain a mass is at least the walk's chance to reach the node, and the tokens are on average the sum
-    of the masses, so traversal never yields fewer. Where a tree branches it mostly yields more, but a child
-    may take mass, and end the path early, that the walk would have left to its sibling. Where only the root
-    has children it is the walk, so it has ratios, for `sample_and_verify`."""
+    of the masses, so traversal never yields fewer. On a tree that branches it mostly yields more, not always.
+    Where only the root has children it is the walk, so it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
@@ -612,15 +610,17 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
 #
-# The text so far fills the first slots of the KV cache, all but its last token: that is the root of the tree,
-# and no model has seen it yet. `base` is the root's slot and position. Node i stands in slot base + i, at
-# position base + its depth: siblings share a position. A step with nodes 1 and 2 below the root and 3 below
-# 1, which accepts node 2:
+# The text's last token is the root of the tree. No model has seen it yet: the tokens before it fill the first
+# slots of the KV cache. `base` is the root's slot and position. Node i stands in slot base + i, at position
+# base + its depth: siblings share a position. A step with nodes 1 and 2 below the root and 3 below 1, which
+# accepts node 2:
 #
-#     slot         0 .. base-2    base-1     base    base+1   base+2   base+3
-#     before       the text       node -1    root    node 1   node 2   node 3
-#     position     0 .. base-2    base-1     base    base+1   base+1   base+2
-#     after        the text ............     root    node 2   free, the slot of the next root
+#     slot         0 .. base-2    base-1     base    base+1   base+2      base+3
+#     before       the text       node -1    root    node 1   node 2      node 3
+#     position     0 .. base-2    base-1     base    base+1   base+1      base+2
+#     after        the text ............     root    node 2   next root   free
+#
+# What moves keeps its position, by which its key was rotated.
 #
 # The mask shows a node the text, its ancestors and itself:
 #
@@ -682,7 +682,7 @@ class Layout:
             self.levels.append(Level(tensor(parents), fed, children.shape[1], chosen.to(device), places))
         self.children = table([children or [-1] for children in tree.children]).to(device)      # (size, most)
         self.no_child = self.children < 0
-        # From the root to each node.
+        # From the root to each node, then -1: what that moves comes to lie beyond the path.
         self.paths = table([row.nonzero()[:, 0].tolist() for row in tree.mask]).to(device)     # (size, depth)
 
 
@@ -753,7 +753,7 @@ class CachedModel:
         self.slots = base + layout.offset                                                # (size + 1,)
         positions = base + layout.depth
         slots = torch.arange(visible, device=base.device)
-        # Which node each slot holds: -1 is the text, `size` what lies beyond the tree.
+        # Which node each slot holds. -1 stands for all of the text here, `size` for what is beyond the tree.
         node = (slots - base).clamp(-1, layout.tree.size)
         self.masks = []
         for window in self.windows.values():
@@ -762,8 +762,8 @@ class CachedModel:
                 position = torch.where(node < 0, slots, positions[node])
                 seen = seen & (positions[:, None] - position < window)
             self.masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
-        # Nodes beyond the context have no position of their own. A target's cannot become text, which is
-        # shorter, and what a draft says there is only less likely to be right.
+        # Nodes beyond the context have no position of their own. What a target says there is not needed, as
+        # the text ends, and what a draft says is only less likely to be right.
         self.positions = positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -845,8 +845,8 @@ class Step(NamedTuple):
 
 
 # Processors that rule tokens out by the scores alone. Any draft is lossless, and one like the target is
-# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW, below all
-# that they keep: a token outside the draft's nucleus can be in the target's.
+# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW: a token
+# outside the draft's nucleus can be in the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
         EtaLogitsWarper)
 FAR_BELOW = 50
@@ -943,7 +943,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # Those of `generate`, which does not hand over all that it was given.
+        # The arguments of `generate`, which does not hand over all of them: the caller that has such a one.
         frame = inspect.currentframe()
         while frame and "assistant_model" not in frame.f_locals:
             frame = frame.f_back
@@ -1443,7 +1443,7 @@ def pack(model, rows=16):
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(small.forward))
-    # The trace's module. It holds the packed weights, which cannot be constants of a trace as others can.
+    # The trace's module. It holds the packed weights: of oneDNN's tensors a trace makes no constants.
     recording = nn.Module()
     recording.forward = small.forward
     for i, layer in enumerate(model.modules()):
