@@ -3,9 +3,9 @@
 A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
 verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
 bound by memory reads its weights once a step, for one token or for sixty-four. So where a step yields three
-tokens decoding is three times as fast. Two things limit this. The draft runs once for each level below the
-root. And at some size the target computes longer than it reads. With t(n) seconds for a step of n nodes and c
-for a draft pass, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
+tokens decoding is three times as fast. Two things limit this: a draft pass for each level below the root, and
+that the target computes longer than it reads at some size. With c seconds for a draft pass and t(n) for the
+rest of a step of n nodes, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -291,8 +291,8 @@ RULED_OUT = -math.inf
 
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the least -log u bounds how rare a token
-    can be drawn (by the times in `sample_without_replacement`): 1e-16 with 53 bits, 6e-8 with float32's."""
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: a token of probability p is drawn where
+    -log u is about p, so none much rarer than the least -log u ever is: 1e-16 with 53 bits, 6e-8 with 24."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 
@@ -411,8 +411,8 @@ def ratios_of_spectr(P, q, tokens, noise):
     of k tries accepts with 1 - (1 - beta)^k, and then it accepts t with t's share, min(P[t] / rho, Q[t]) /
     beta. Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all,
     and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
-    one, the sum of min(P, rho Q), rises. At rho = k it is the larger: k tries accept with k beta at most. So
-    bisection finds rho."""
+    one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since
+    k tries accept with k beta at most. So bisection finds rho."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -441,8 +441,8 @@ class Method:
     shared_noise: bool = False
 
     def verify(self, p, q, tokens, generator=None):
-        """One level, row by row: scores p, q (rows, V), tokens (rows, k) -> the accepted child's rank, -1
-        where none is, (rows,), and the residual's scores (rows, V)."""
+        """Nodes, row by row: scores p, q (rows, V), their children's tokens (rows, k) -> the accepted child's
+        rank, -1 where none is, (rows,), and the residual's scores (rows, V)."""
         noise = uniform(tokens, generator)
         ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
         # The maximum of bools is found at the first that is true.
@@ -460,8 +460,8 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # A node is reached if it and its ancestors, the root aside, are accepted: `>=` says that of
-            # bools, True where the mask is. The deepest such node ends the path.
+            # A node is reached if it and its ancestors, the root aside, are accepted. Of bools `>=` is False
+            # only where the mask is True and `accepted` is not. The deepest such node ends the path.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -479,7 +479,8 @@ class Method:
 
 
 class Matching(Method):
-    """The target draws its own token. It is accepted if it is a child, and follows the path if it is none.
+    """The target draws its own token. It is accepted if it is a child, and follows the path if it is none. So
+    any children will do: `naive` draws them from the draft, `topk` takes its likeliest.
 
     Where the likeliest token is "drawn" this is greedy decoding, the limit of temperature 0. With shared
     noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel
@@ -511,9 +512,8 @@ class Traversal(Method):
 
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
-    where a is its parent's mass, and the root's is 1. A mass is the chance that the path ends at the node or
-    below, over what is drawn below it, if all that was tried before it, elder siblings and what is below
-    them, was rejected.
+    where a is what its parent's mass is by then, and the root's is 1. A node's mass is the chance that the
+    path ends at it or below, given that all that was tried before was rejected.
 
     As t is drawn from D and accepted with the child's mass, a child takes min(a R, D) of a R on average over
     t. It leaves max(a R - D, 0), in all `left`, so it is accepted with a - left and rejected, with all below
@@ -528,7 +528,7 @@ class Traversal(Method):
 
     On a chain a mass is at least the walk's chance to reach the node, and the tokens are on average the sum
     of the masses, so traversal never yields fewer. On a tree that branches it mostly yields more, not always.
-    Where only the root has children it is the walk, so it has ratios, for `sample_and_verify`."""
+    On one level it is Algorithm 2, so it has ratios, for `sample_and_verify`."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
@@ -555,7 +555,7 @@ class Traversal(Method):
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
                 R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left this is 0, or at a = 1 it is 0 / 0, and means 1.
+                # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             tried.append((layout.nodes[node, None], a, R))
@@ -620,7 +620,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     position     0 .. base-2    base-1     base    base+1   base+1      base+2
 #     after        the text ............     root    node 2   next root   free
 #
-# What moves keeps its position, by which its key was rotated.
+# A moved entry keeps its position, by which its key was rotated.
 #
 # The mask shows a node the text, its ancestors and itself:
 #
@@ -1057,8 +1057,8 @@ class Decoder:
         """A plain step that shows whether the target can be trusted with trees, in the first texts of a
         Decoder, until one has a prompt of at least PROBED tokens.
 
-        A model that masks by slot, or numbers positions its own way, would give another text without a word,
-        and no list of names is complete. So the prompt's last tokens are scored again, in a tree with decoys
+        A model that masks by slot, or numbers positions its own way, would give another text without a word.
+        So the prompt's last tokens are scored again, in a tree with decoys
         beside them. They must score as in the prompt's own pass (logits, (known, V)), but for rounding; else
         it is a ValueError. The new root, at their end, is scored for the first time, so the step yields a
         token as any other."""
@@ -1293,7 +1293,7 @@ class Planner:
         self.due = 0             # the number of steps from which on it plans again, 0 while it measures
         self.seconds = {}        # by tree: the times of the last steps with it
         # The trees to be timed. A decent one comes first: the text is being decoded already. The third has as
-        # many nodes as that, and takes four draft passes more. `planned` appends others.
+        # many nodes as the first, and takes four draft passes more. `planned` appends others.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
@@ -1315,8 +1315,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But a tree half way to the next larger timed size, or of double size if there is
-        none, is timed first, unless the two are within a quarter: t(n) between timed sizes is a guess."""
+        """The planned tree. But if the next larger timed size is more than a quarter away, a tree half way to
+        it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
@@ -1420,11 +1420,10 @@ def pack(model, rows=16):
     It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
     dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
 
-    A recording is a TorchScript trace: the model runs once, the operators that it calls are written down in
-    their order, and later only those run, without the model's Python. What Python decided in that run, such
-    as a mixture's experts or some rotary embeddings' angles, is decided for good. So the recording must equal
-    the packed model bit for bit on other inputs, else it is given up; and the packed model must equal the one
-    that came, within rounding."""
+    A recording is a TorchScript trace: the model runs once, and later only the operators that it called run,
+    without Python. What Python decided in that run, such as a mixture's experts or some rotary embeddings'
+    angles, is decided for good. So the recording must equal the packed model bit for bit on other inputs,
+    else it is given up; and the packed model must equal the one that came, within rounding."""
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
