@@ -530,7 +530,8 @@ def expected_of_walk(layout, tokens, P, q):
 
 def expected_of_traversal(layout, tokens, P, q):
     """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    nodes, masses, _ = METHODS["traversal"].endings(layout, tokens, P, q)
+    endings = METHODS["traversal"].endings(layout, tokens, P, q, 0, P.new_ones(1))
+    nodes, masses, _ = map(torch.cat, zip(*endings))
     return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
 
 

@@ -277,9 +277,9 @@ def _best_subtrees(acceptance_rates, size):
 
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
-    fine = (rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6
-    _refuse(not fine, f"acceptance_rates, (ranks,) or (levels, ranks), must be from 0 to 1 and on each level "
-                      f"sum to at most 1, as one child at most is accepted; got {rates.shape}: {rates}")
+    _refuse(not ((rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6),
+            f"acceptance_rates, (ranks,) or (levels, ranks), must be from 0 to 1 and on each level sum to at "
+            f"most 1, as one child at most is accepted; got {rates.shape}: {rates}")
     return rates
 
 
@@ -532,37 +532,33 @@ class Traversal(Method):
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
-        nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
+        P = target_scores(slice(len(q))).softmax(dim=1)
+        nodes, mass, residual = map(torch.cat, zip(*self.endings(layout, tokens, P, q, 0, P.new_ones(1))))
         noise = uniform(mass, generator)
         first = (noise < mass).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
-    def endings(self, layout, tokens, P, q):
-        """The nodes, (size,), in the order in which they are tried, children before their parent; what is
-        left of each one's mass when all its children were rejected, the chance that the path then ends at it,
-        (size,); and its residual then, (size, V)."""
+    def endings(self, layout, tokens, P, q, node, a):
+        """This node, of mass a, (1,), and all below it, in the order in which they are tried, children before
+        their parent: a list of (the node, what is left of its mass when all its children were rejected, which
+        is the chance that the path then ends at it, its residual then), (1,), (1,), (1, V)."""
         tried = []
-
-        def visit(node, a):
-            R = P[node]
-            remaining = q[node]
-            for child in layout.tree.children[node]:
-                exists = tokens[child] >= 0
-                s = tokens[child, None].clamp(min=0)                                            # (1,)
-                # A child that does not exist takes nothing.
-                D = torch.where(exists, remaining.softmax(dim=0), 0)
-                visit(child, torch.where(exists, a * R[s] / D[s], 0).clamp(max=1))
-                what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
-                left = what_is_left.sum()
-                R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
-                a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
-                remaining = remaining.scatter(0, s, RULED_OUT)
-            tried.append((layout.nodes[node, None], a, R))
-
-        visit(0, P.new_ones(1))
-        nodes, mass, residual = zip(*tried)
-        return torch.cat(nodes), torch.cat(mass), torch.stack(residual)
+        R = P[node]
+        remaining = q[node]
+        for child in layout.tree.children[node]:
+            exists = tokens[child] >= 0
+            s = tokens[child, None].clamp(min=0)                                                # (1,)
+            # A child that does not exist takes nothing.
+            D = torch.where(exists, remaining.softmax(dim=0), 0)
+            mass = torch.where(exists, a * R[s] / D[s], 0).clamp(max=1)
+            tried += self.endings(layout, tokens, P, q, child, mass)
+            what_is_left = (a * R - D).clamp(min=0)                                             # (V,)
+            left = what_is_left.sum()
+            R = torch.where(left > 0, what_is_left / left, R)
+            # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
+            a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
+            remaining = remaining.scatter(0, s, RULED_OUT)
+        return tried + [(layout.nodes[node, None], a, R[None])]
 
 
 METHODS = {
@@ -782,9 +778,10 @@ class CachedModel:
         self.cache.entries = masks_and_entries[len(self.windows) :]
         self.cache.slots = slots
         self.cache.visible = masks[0].shape[-1]
-        mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
-                          past_key_values=self.cache, use_cache=True).logits[0]
+        # A dictionary by kind of layer, if there are several kinds.
+        return self.model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True,
+                          attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
+                          ).logits[0]
 
     def move(self, path):
         """Moves the entries of these nodes, (depth,), to the first slots of their tree, in every layer."""
@@ -870,10 +867,10 @@ class Decoder:
 
     draft: a model over the same vocabulary. tree: a Tree; (size, depth), for the best tree of that shape; or
     "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
-    generator: the source of randomness, by default torch's own. on_step: called with each Step, from a text's
-    second or third token on. cuda_graph: on a GPU, record the step. It keeps caches, plan and CUDA graph from
-    text to text: the models must not change, and one text is decoded at a time. Raises ValueError for models,
-    a tree or a method that it cannot work with."""
+    generator: the source of randomness, by default torch's own; ranks that share a target need theirs seeded
+    alike. on_step: called with each Step, from a text's second or third token on. cuda_graph: record it on a
+    GPU. It keeps caches, plan and CUDA graph from text to text: the models must not change, and one text
+    is decoded at a time. Raises ValueError for models, a tree or a method that it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -921,7 +918,7 @@ class Decoder:
             mask = torch.ones_like(ids) if mask is None else mask.to(self.device).long()
             self.check(model, ids, mask, logits_processor, generation_config, arguments)
             self.prepare(logits_processor, generation_config)
-            if streamer:
+            if streamer is not None:
                 streamer.put(ids.cpu())
             rows = []
             self.rows = len(ids)
@@ -929,12 +926,12 @@ class Decoder:
                 for token in self.tokens_after(text, padding=int((mask[self.row] == 0).sum())):
                     _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
                     text = torch.cat([text, text.new_tensor([token])])
-                    if streamer:
+                    if streamer is not None:
                         streamer.put(text[-1:].cpu())
                     if stopping_criteria(text[None], None).all():
                         break
                 rows.append(text)
-            if streamer:
+            if streamer is not None:
                 streamer.end()
         finally:
             self.in_use.release()
@@ -1004,15 +1001,15 @@ class Decoder:
                 # All ranks plan by rank 0's clock.
                 torch.distributed.broadcast_object_list(seconds, src=0)
             # The first step with a tree warms up. If static, the second is recorded.
-            warm = self.steps > 1 + self.static
-            self.planner.learn(step, seconds[0] if warm else None)
+            self.planner.learn(step, seconds[0] if self.steps > 1 + self.static else None)
             self.on_step(step)
             # Without a token after it the path is not to be trusted either.
             yield from step.tokens if step.token >= 0 else [-1]
 
     def begin(self, text, padding):
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
-        self.seed.random_(generator=self.generator)
+        if self.method.shared_noise:
+            self.seed.random_(generator=self.generator)
         # The text up to node -1, padding included. The target has the entries of all of it. The root comes
         # next: tokens[0].
         self.text = text
@@ -1069,9 +1066,8 @@ class Decoder:
         layout = Layout(sequences(2, known), self.device)
         # Nodes 0, 1, 3, 5, ..: the last but one ends the first sequence.
         real = layout.paths[-2]
-        start = self.base - known
         self.reserve(layout.tree.size)
-        self.target.place(layout, start, self.capacity)
+        self.target.place(layout, self.base - known, self.capacity)
         scored = self.target.score(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes)[real]
         # The median, as a mixture of experts may round a token to another expert.
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
@@ -1267,8 +1263,7 @@ def plan(rates, latency):
     seconds = latency.of_step(n, d)
     pace = tokens / seconds
     best = np.unravel_index(pace.argmax(), pace.shape)
-    tree = optimal_tree(rates, n[best], d[best])
-    return Plan(tree, tokens[best], seconds[best], pace[best] * latency.t[0])
+    return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 
 class Planner:
@@ -1283,6 +1278,7 @@ class Planner:
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
+        self.patience = 0        # for how many steps it does not measure anew
         self.measure_anew()
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
@@ -1364,10 +1360,12 @@ class Planner:
         times = self.seconds.setdefault(step.tree, [])
         times.append(seconds)
         del times[:-MANY]
-        if self.plan and self.due and len(times) == MANY and step.tree == self.plan.tree:
-            # The machine has changed its speed, or the forecast was wrong.
-            if not 0.7 < min(times) / self.plan.seconds < 1.4:
+        if self.plan and len(times) == MANY and step.tree == self.plan.tree:
+            # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
+            # measuring takes no more than a part of the time.
+            if not 0.7 < min(times) / self.plan.seconds < 1.4 and self.steps >= self.patience:
                 self.measure_anew()
+                self.patience = 200
                 # These times are new, so the next forecast for this tree will be right.
                 self.seconds[step.tree] = times
 
@@ -1477,8 +1475,7 @@ def offload(model, device, resident=0):
     computed from a copy on the device, the next layer is copied: the device holds two copies. Such a model
     cannot be used by two threads at once."""
     cuda = torch.device(device).type == "cuda"
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    layers = lists[0][resident:]
+    layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))[resident:]
     stream = torch.cuda.Stream(device) if cuda else None
     host = []
     copies = {}
@@ -1504,13 +1501,14 @@ def offload(model, device, resident=0):
     def after(i, *_):
         give(i, host[i])
 
-    for layer in layers:
-        host.append([weight.data.pin_memory() if cuda else weight.data for weight in layer.parameters()])
     for i, layer in enumerate(layers):
-        # What is empty costs nothing to move.
-        give(i, [weight.new_empty(0) for weight in host[i]])
+        host.append([weight.data.pin_memory() if cuda else weight.data for weight in layer.parameters()])
+        after(i)
         layer.register_forward_pre_hook(functools.partial(before, i))
         layer.register_forward_hook(functools.partial(after, i))
+    for i in range(len(layers)):
+        # What is empty costs nothing to move.
+        give(i, [weight.new_empty(0) for weight in host[i]])
     model.to(device)
     for i in range(len(layers)):
         after(i)
@@ -1526,7 +1524,7 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
     """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with what transformers does not
     pass on to a custom loop: a streamer, and stop_strings with their tokenizer."""
     criteria = StoppingCriteriaList(stopping_criteria)
-    if stop_strings is not None:
+    if stop_strings:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
     loop = functools.partial(decode, streamer=streamer)
     return target.generate(input_ids, custom_generate=loop, draft=draft, stopping_criteria=criteria, **kwargs)
@@ -1542,13 +1540,12 @@ EXAMPLES = """examples:
   python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt"""
 
 
-def arguments(argv=None):
+def arguments(argv):
     """What the command line says."""
     parser = argparse.ArgumentParser(
         "sequoia.py", description="Decodes text as the target would, faster.", epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
@@ -1563,7 +1560,8 @@ def arguments(argv=None):
     add("--tree", type=parse_tree, default="auto",
         help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so many nodes and levels) or "
              "none, which is plain decoding (%(default)s)")
-    add("--device", default=gpu if torch.cuda.is_available() else "cpu", help="(a GPU if there is one)")
+    add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
+        help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
@@ -1674,10 +1672,9 @@ def summarise(args, decoder, steps, count, seconds):
     per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
     say(f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
         f"{count / seconds:.1f} a second")
-    tree = decoder.layout.tree
     seed = f", seed {args.seed}" if args.temperature else ""
-    say(f"tree {tree.size}x{tree.depth}, method {args.method}, temperature {args.temperature:g}{seed}, "
-        f"{decoder.target.model.dtype} on {args.device}")
+    say(f"tree {decoder.layout.tree.size}x{decoder.layout.tree.depth}, method {args.method}, temperature "
+        f"{args.temperature:g}{seed}, {decoder.target.model.dtype} on {args.device}")
     names = [type(one).__name__ for one in decoder.processors]
     say(f"logits processors, those of the target's generation config included: {names}")
     found = decoder.planner.plan

@@ -607,10 +607,10 @@ def outcomes(name, tree, tokens, P, Q):
     if name == "traversal":
         layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
-            nodes, masses, residuals = METHODS[name].endings(layout, proposal, P[i], Q[i].log())
-            following[i, nodes] = residuals
             free = 1.0
-            for node, mass in zip(nodes, masses):
+            endings = METHODS[name].endings(layout, proposal, P[i], Q[i].log(), 0, P.new_ones(1))
+            for node, mass, residual in endings:
+                following[i, node] = residual
                 last[i, node] = free * mass
                 free *= 1 - mass
         return last, following
