@@ -659,7 +659,7 @@ def contenders_for(pair, prompts, temperature, args):
         taking_part["sequences", f"{k} of {length}"] = mine(sequences(k, length), "specinfer")
     # Greedy, all methods are one and the same.
     for method in ("topk", "traversal", "gumbel", "sequoia") if temperature else ("sequoia",):
-        taking_part[method, args.tree] = mine(sequoia.parse_tree(args.tree), method)
+        taking_part[method, args.tree] = mine(sequoia.tree_shape(args.tree), method)
     return taking_part
 
 

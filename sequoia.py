@@ -9,7 +9,7 @@ rest of a step of n nodes, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) 
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
-    paper            here                        where
+    paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is the one
                                                  accepted, the same whichever its ancestors are
@@ -158,7 +158,7 @@ def sequences(k, length):
 
 
 def k_ary(k, depth):
-    """The full tree of `depth` levels in which every node above the last has `k` children."""
+    """The full tree of `depth` levels: every node above the last level has `k` children."""
     inner = sum(k**level for level in range(depth - 1))
     return Tree([-1] + [child // k for child in range(inner * k)])
 
@@ -207,8 +207,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # With the last row's rates G of d + 1 levels is a function of G of d levels alone. Once one more level
-    # changes no entry, none ever will.
+    # From level `bottom` on all rates are the last row's, so G of d + 1 levels is a function of G of d levels
+    # alone. Once one more level changes no entry, none ever will.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -345,11 +345,11 @@ def shared_noise(seed, positions, vocabulary):
 # residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability min(P[t], Q[t]),
-# that is Q[t] min(P[t] / Q[t], 1). It is rejected with probability sum max(P - Q, 0). Then the residual,
-# max(P - Q, 0) normalised, gives each token what is missing: the two add up to P. Several children: after a
-# rejection the residual, which is the same whichever token was rejected, takes the place of P, and the draft
-# without that token that of Q. By induction the other children yield the residual exactly, so with the first
-# one all yield P.
+# that is Q[t] min(P[t] / Q[t], 1). It is rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The residual,
+# max(P - Q, 0) normalised, then gives each token what is missing: the two add up to P. Several children:
+# after a rejection the residual, which is the same whichever token was rejected, takes the place of P, and
+# the draft without that token that of Q. By induction the other children yield the residual exactly, so with
+# the first one all yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -407,7 +407,7 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
 def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. So one
+    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and then it accepts t with t's share, min(P[t] / rho, Q[t]) /
     beta. Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all,
     and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
@@ -513,7 +513,8 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is what its parent's mass is by then, and the root's is 1. A node's mass is the chance that the
-    path ends at it or below, given that all that was tried before was rejected.
+    path ends at it or below, on average over what is drawn below it, if all that was tried before it was
+    rejected.
 
     As t is drawn from D and accepted with the child's mass, a child takes min(a R, D) of a R on average over
     t. It leaves max(a R - D, 0), in all `left`, so it is accepted with a - left and rejected, with all below
@@ -592,7 +593,6 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
             f"needs rows of probabilities, k from 1 to V and a method of {', '.join(METHODS)}")
     p, q = both.log()
     chosen = METHODS[method]
-    rows = torch.arange(len(P), device=P.device)
     if chosen.shared_noise:
         noise = gumbel(uniform(p, generator))
         p = p + noise
@@ -601,7 +601,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     rank, residual = chosen.verify(p, q, tokens, generator)
     outcomes = torch.cat([tokens, chosen.draw(residual, 1, generator)], dim=1)              # (rows, k + 1)
     # Subtle: rank -1 finds the last outcome.
-    return rank, outcomes[rows, rank]
+    return rank, outcomes[torch.arange(len(P), device=P.device), rank]
 
 
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
@@ -674,8 +674,8 @@ class Layout:
             children = table([tree.children[node] for node in parents])                 # (parents, width)
             chosen = (children.flatten() >= 0).nonzero()[:, 0]
             places = slice(int(children[0, 0]), int(children.max()) + 1)
-            fed = tensor(parents if depth else [-1, 0])
-            self.levels.append(Level(tensor(parents), fed, children.shape[1], chosen.to(device), places))
+            self.levels.append(Level(tensor(parents), tensor(parents if depth else [-1, 0]),
+                                     children.shape[1], chosen.to(device), places))
         self.children = table([children or [-1] for children in tree.children]).to(device)      # (size, most)
         self.no_child = self.children < 0
         # From the root to each node, then -1: what that moves comes to lie beyond the path.
@@ -1163,7 +1163,8 @@ class Decoder:
             try:
                 if self.generator is not None:
                     graph.register_generator_state(self.generator)
-                with torch.cuda.graph(graph):
+                # A capture takes place on the current device.
+                with torch.cuda.device(self.device), torch.cuda.graph(graph):
                     self.report = self.program()
             except RuntimeError as error:
                 warnings.warn(f"decoding goes on without a CUDA graph: {error}")
@@ -1220,15 +1221,14 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
            cuda_graph=True, **rest):
     """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
     draft, tree, method, generator, on_step, cuda_graph: a Decoder's. The rest is what `generate` prepares."""
-    decoder = Decoder(model, draft, tree, method, generator, on_step, cuda_graph)
-    return decoder(model, input_ids, **rest)
+    return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
 
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 
 # Acceptance rates before any evidence: a decent draft, a power law in the rank.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
-# The most nodes of a tree, and twice the levels of a binary tree with so many.
+# The most nodes of a planned tree, and twice the levels of a binary tree with so many.
 LARGEST = 256
 DEEPEST = 18
 # Noise only adds to a time. So a tree's time is the least of three steps with it, later of the last eight.
@@ -1372,6 +1372,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
+        # A child's chance by the chance that those before it are rejected.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1450,6 +1451,7 @@ def pack(model, rows=16):
     packed = outputs(small.forward)
     _refuse(not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
+    # Kept if there is no recording.
     model.recorded = small.forward
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -1526,8 +1528,8 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
     criteria = StoppingCriteriaList(stopping_criteria)
     if stop_strings:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = functools.partial(decode, streamer=streamer)
-    return target.generate(input_ids, custom_generate=loop, draft=draft, stopping_criteria=criteria, **kwargs)
+    return target.generate(input_ids, draft=draft, stopping_criteria=criteria,
+                           custom_generate=functools.partial(decode, streamer=streamer), **kwargs)
 
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -1557,7 +1559,7 @@ def arguments(argv):
         help="the same seed and tree give the same text; with --method gumbel any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS,
         help="how children are drawn and verified (%(default)s)")
-    add("--tree", type=parse_tree, default="auto",
+    add("--tree", type=tree_shape, default="auto",
         help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so many nodes and levels) or "
              "none, which is plain decoding (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
@@ -1568,7 +1570,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def parse_tree(spec):
+def tree_shape(spec):
     """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
     if spec == "auto":
         return spec
@@ -1598,8 +1600,9 @@ def load(name, args, large=False):
         # Imported here, as it takes most of a second.
         from transformers.distributed import DistributedConfig
         distributed = DistributedConfig(tp_size=RANKS)
-    good = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
-    dtype = "bfloat16" if good else "float32"
+    dtype = "float32"
+    if args.device != "cpu" or torch.bfloat16 in packable_dtypes():
+        dtype = "bfloat16"
     if mapped:
         # Weights that keep their files' dtype are mapped, and the system pages them in and out.
         dtype = "auto"

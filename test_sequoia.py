@@ -1256,6 +1256,7 @@ def test_a_capture_that_fails_is_one_warning_and_generates_text(llama, monkeypat
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     decoder = Decoder(*llama, (9, 4))
     decoder.cuda_graph = True
     arguments = dict(max_new_tokens=40, do_sample=False)
