@@ -49,9 +49,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
+from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
-from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -868,9 +869,10 @@ class Decoder:
     draft: a model over the same vocabulary. tree: a Tree; (size, depth), for the best tree of that shape; or
     "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
     generator: the source of randomness, by default torch's own; ranks that share a target need theirs seeded
-    alike. on_step: called with each Step, from a text's second or third token on. cuda_graph: record it on a
-    GPU. It keeps caches, plan and CUDA graph from text to text: the models must not change, and one text
-    is decoded at a time. Raises ValueError for models, a tree or a method that it cannot work with."""
+    alike. on_step: called with each Step, from a text's second or third token on. cuda_graph: record the step
+    on a GPU. A Decoder keeps caches, plan and CUDA graph from text to text: the models must not change, and
+    one text is decoded at a time. Raises ValueError for models, a tree or a method that it cannot work with.
+    """
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -923,6 +925,7 @@ class Decoder:
             rows = []
             self.rows = len(ids)
             for self.row, text in enumerate(ids):
+                self.processors = [of_row(processor, self.row) for processor in logits_processor]
                 for token in self.tokens_after(text, padding=int((mask[self.row] == 0).sum())):
                     _refuse(token < 0, "the models gave NaN logits, or the processors left no token possible")
                     text = torch.cat([text, text.new_tensor([token])])
@@ -971,7 +974,6 @@ class Decoder:
     def prepare(self, processors, config):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
         self.limit = config.max_length
-        self.processors = processors
         self.method = self.given_method if config.do_sample else GREEDY
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         self.static = self.cuda_graph and not self.reads_text
@@ -1055,10 +1057,9 @@ class Decoder:
         Decoder, until one has a prompt of at least PROBED tokens.
 
         A model that masks by slot, or numbers positions its own way, would give another text without a word.
-        So the prompt's last tokens are scored again, in a tree with decoys
-        beside them. They must score as in the prompt's own pass (logits, (known, V)), but for rounding; else
-        it is a ValueError. The new root, at their end, is scored for the first time, so the step yields a
-        token as any other."""
+        So the prompt's last tokens are scored again, in a tree with decoys beside them. They must score as in
+        the prompt's own pass (logits, (known, V)), but for rounding; else it is a ValueError. The new root,
+        at their end, is scored for the first time, so the step yields a token as any other."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
@@ -1102,7 +1103,8 @@ class Decoder:
         # If static, the step's one copy to the host.
         node, token, *tokens, _ = program().tolist()
         tree = self.layout.tree
-        step = Step(tree, tokens, tree.mask[node].nonzero().flatten().tolist()[1:], token)
+        path = tree.mask[node].nonzero().flatten().tolist()
+        step = Step(tree, tokens, path[1:], token)
         # The old root and the accepted nodes. The token after them is the new root.
         self.text = torch.cat([self.text, self.text.new_tensor(tokens[:1] + step.tokens[:-1])])
         # A step without a tree leaves the draft behind.
@@ -1215,6 +1217,14 @@ class Decoder:
                 shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
             scores = shaped
         return scores
+
+
+def of_row(processor, row):
+    """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
 
 def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,

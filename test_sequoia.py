@@ -1422,6 +1422,7 @@ def test_left_padded_batch_equals_generate(llama):
     decoder = Decoder(*llama, (9, 4))
 
     def allowed(row, text):
+        assert text[:12].equal(ids[row])
         return [(3 * int(text[-1]) + row) % 64, 7 + row, 9]
 
     for arguments in (dict(), dict(repetition_penalty=1.3), dict(prefix_allowed_tokens_fn=allowed),
