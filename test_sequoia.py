@@ -1686,7 +1686,7 @@ def test_offloaded_output_equals_resident_output(name, device):
         assert held[1] - held[0] == matrices(p.data for p in theirs[resident:][:1].parameters())
         assert both_texts(streaming, draft) == expected
         saved = streaming.state_dict()
-        assert all(saved[key].equal(value) for key, value in pair[0].to("cpu").state_dict().items())
+        assert all(saved[key].cpu().equal(value) for key, value in pair[0].cpu().state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
     assert both_texts(*both) == expected
 
