@@ -276,8 +276,7 @@ def chances_of(method, P, q, tokens):
     if isinstance(method, sequoia.Matching):
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)
-    noise = torch.full(tokens.shape, math.inf, dtype=P.dtype, device=P.device)
-    return in_turn(method.ratios(P, q, tokens, noise)[0].clamp(max=1))
+    return in_turn(method.ratios(P, q, tokens)[0].clamp(max=1))
 
 
 def in_turn(ratios):
@@ -530,8 +529,7 @@ def expected_of_walk(layout, tokens, P, q):
 
 def expected_of_traversal(layout, tokens, P, q):
     """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    endings = METHODS["traversal"].endings(layout, tokens, P, q, 0, P.new_ones(1))
-    nodes, masses, _ = map(torch.cat, zip(*endings))
+    nodes, masses, _ = METHODS["traversal"].endings(layout, tokens, P, q)
     return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
 
 

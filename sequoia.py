@@ -3,9 +3,9 @@
 A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
 verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
 bound by memory reads its weights once a step, for one token or for sixty-four. So where a step yields three
-tokens decoding is three times as fast. Two things limit this: a draft pass for each level below the root, and
-that the target computes longer than it reads at some size. With c seconds for a draft pass and t(n) for the
-rest of a step of n nodes, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
+tokens decoding is three times as fast, but for two costs: a draft pass for each level below the root, c
+seconds, and that the target computes longer than it reads at some size. With t(n) seconds for the rest of a
+step of n nodes, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -21,10 +21,10 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
-device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. A section needs only
-what stands above it, with three exceptions: section 4 takes section 5's Layout as an argument, the decoder
-takes its trees from section 7's planner, and a model may carry a mark of section 8: `recorded`, a faster form
-of its pass, or `offloaded`. Left out: training drafts, batched serving, recurrent models.
+device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. A section needs what
+stands above it, and three things more: section 4 is given section 5's Layout, the decoder asks section 7's
+planner for trees, and section 8 marks models: `recorded`, a faster form of the pass, or `offloaded`.
+Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
@@ -48,10 +48,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
-from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -88,16 +87,14 @@ class Tree:
         depths = [0]
         ranks = [0]
         children = [[]]
-        for node in range(1, len(parents)):
-            parent = parents[node]
+        for node, parent in enumerate(parents[1:], start=1):
             least = max(0, parents[node - 1])
-            _refuse(not least <= parent < node,
-                    f"level order: node {node}'s parent must be from {least} to {node - 1}, got {parent}")
+            _refuse(not least <= parent < node, f"not in level order: node {node} has the parent {parent}")
             depths.append(depths[parent] + 1)
             ranks.append(len(children[parent]))
             children[parent].append(node)
             children.append([])
-        # The instance is frozen, its dictionary is not.
+        # Subtle: the instance is frozen, its dictionary is not.
         vars(self).update(parents=parents, size=len(parents), depth=depths[-1] + 1, depths=tuple(depths),
                           ranks=tuple(ranks), children=tuple(map(tuple, children)))
 
@@ -126,8 +123,8 @@ class Tree:
         return torch.from_numpy(mask)
 
     def draw(self, labels, node=0, margin=""):
-        """A node and all below it as text, a line for each leaf, shown by these labels, (size,) strings. From
-        the second on its lines begin with the margin."""
+        """A node and all below it as text, a line for each leaf: labels (size,) stand for the nodes, and from
+        the second line on each begins with the margin."""
         text = labels[node]
         margin += " " * len(text)
         children = self.children[node]
@@ -171,18 +168,16 @@ def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
-    Why a sum: a step yields a token for each node that is accepted, and one more, the target's own, for which
-    the root counts. The expected number of events that happen is the sum of their chances, however they
-    depend on one another. Why products: a node is accepted after all its ancestors, and its rate is taken to
-    be the same whichever those are (Definition 3.2)."""
+    Why a sum: a step yields a token for each node that is accepted, and the target's own, for which the root
+    counts. The expected number of events that happen is the sum of their chances, however they depend on one
+    another. Why products: a node is accepted after all its ancestors, at the same rate whichever those are
+    (Definition 3.2)."""
     rates = _check_rates(acceptance_rates)
     chance = [1.0]
-    for node in range(1, tree.size):
-        parent = tree.parents[node]
+    for node, parent in enumerate(tree.parents[1:], start=1):
         level = min(tree.depths[parent], len(rates) - 1)
         rank = tree.ranks[node]
-        rate = rates[level, rank] if rank < rates.shape[1] else 0.0
-        chance.append(chance[parent] * rate)
+        chance.append(chance[parent] * rates[level, rank] if rank < rates.shape[1] else 0.0)
     return float(sum(chance))
 
 
@@ -197,10 +192,10 @@ def expected_tokens_table(acceptance_rates, size, depth):
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens.
 
-    acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted; or (levels,
-    ranks), rates[d] for the children of a node on level d, the last row for all deeper levels too. They need
-    not decrease, and a node has at most as many children as there are ranks. Raises ValueError for rates that
-    are no probabilities and sizes that no such tree can have.
+    acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted, in any order;
+    or (levels, ranks), rates[d] for the children of a node on level d, the last row for all deeper levels
+    too. A node has at most as many children as there are ranks. Raises ValueError for rates that are no
+    probabilities and sizes that no such tree can have.
 
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
     [(0,), (1,), (0, 0), (0, 0, 0)]
@@ -225,18 +220,15 @@ def optimal_tree(acceptance_rates, size, depth=None):
         sizes = []
         # Equation 1 backwards, from the last child to the first.
         for last_child in reversed(best.last_child[: best.children[n]]):
-            m = int(last_child[n])
-            sizes.insert(0, m)
-            n -= m
-        for m in sizes:
-            nodes.append((level + 1, m))
-            parents.append(node)
+            sizes.insert(0, int(last_child[n]))
+            n -= sizes[0]
+        nodes += [(level + 1, m) for m in sizes]
+        parents += [node] * len(sizes)
     return Tree(parents)
 
 
 class _BestSubtrees(NamedTuple):
-    """The best subtrees whose root is on a given level, with at most so many levels, for each number of nodes
-    n from 0 to `size`."""
+    """The best subtrees whose root is on a given level, with at most so many levels, by nodes: 0 .. size."""
     G: np.ndarray            # (size + 1,) their expected tokens, -inf where there is no such subtree
     children: np.ndarray     # (size + 1,) the number of their root's children
     last_child: list         # last_child[b - 1][n]: with b children and n nodes, how many the b-th child gets
@@ -279,8 +271,7 @@ def _best_subtrees(acceptance_rates, size):
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     _refuse(not ((rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6),
-            f"acceptance_rates, (ranks,) or (levels, ranks), must be from 0 to 1 and on each level sum to at "
-            f"most 1, as one child at most is accepted; got {rates.shape}: {rates}")
+            f"acceptance_rates must be from 0 to 1, and sum to at most 1 on each level; got {rates}")
     return rates
 
 
@@ -314,8 +305,7 @@ def sample_without_replacement(scores, k, generator=None):
 
 def sample_with_replacement(scores, k, generator=None):
     """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible."""
-    draws = [sample_without_replacement(scores, 1, generator) for _ in range(k)]
-    return torch.cat(draws, dim=1)
+    return torch.cat([sample_without_replacement(scores, 1, generator) for _ in range(k)], dim=1)
 
 
 def most_likely(scores, k, generator=None):
@@ -348,23 +338,21 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability min(P[t], Q[t]),
 # that is Q[t] min(P[t] / Q[t], 1). It is rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The residual,
 # max(P - Q, 0) normalised, then gives each token what is missing: the two add up to P. Several children:
-# after a rejection the residual, which is the same whichever token was rejected, takes the place of P, and
-# the draft without that token that of Q. By induction the other children yield the residual exactly, so with
-# the first one all yield P.
+# after a rejection the residual, the same whichever token was rejected, takes the place of P, and the draft
+# without that token that of Q. By induction the other children yield the residual, so with the first all
+# yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
-# tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain.
-#
-# Towards temperature 0, children drawn without replacement become the draft's likeliest tokens in order,
-# which greedy decoding drafts; with replacement they become copies of one.
+# tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain. Towards
+# temperature 0, children drawn without replacement become the draft's likeliest tokens in order, which greedy
+# decoding drafts; with replacement they become copies of one.
 
 
 def verify_one_node(P, Q, tokens, noise):
     """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or -1,
     and the residual (V,), from which the token is then drawn. What follows is tested against it."""
-    R = P
-    D = Q
+    R, D = P, Q
     for i, s in enumerate(tokens):
         if noise[i] < R[s] / D[s]:
             return i, R
@@ -375,8 +363,8 @@ def verify_one_node(P, Q, tokens, noise):
     return -1, R
 
 
-# From here on a row is a node: probabilities P, scores q, (rows, V), tokens, noise (rows, k) -> ratios (rows,
-# k), residual (rows, V). The draft stays scores, as probabilities could underflow once the tried tokens are
+# From here on a row is a node: probabilities P and scores q, (rows, V), tokens (rows, k) -> ratios (rows, k),
+# residual (rows, V). The draft stays scores, as probabilities could underflow once the tried tokens are
 # removed. A child that does not exist has token -1 and ratio 0: a node has fewer than k children, or
 # processors have ruled out the rest.
 
@@ -387,76 +375,71 @@ def normalise(left, otherwise):
     return torch.where(total > 0, left / total, otherwise)
 
 
-def ratios_in_turn(P, q, tokens, noise, replacement=False):
+def ratios_in_turn(P, q, tokens, replacement=False):
     """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer."""
     R = P
-    ratios = torch.zeros_like(noise)
-    for i, s in enumerate(tokens.split(1, dim=1)):
+    ratios = []
+    for s in tokens.split(1, dim=1):
         exists = s >= 0                                                                         # (rows, 1)
         s = s.clamp(min=0)
         D = q.softmax(dim=1)
-        ratios[:, i : i + 1] = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
-        # A CPU can look whether every row has accepted, and save the rest.
-        if P.is_cpu and (noise < ratios).any(dim=1).all():
-            break
+        ratios.append(torch.where(exists, R.gather(1, s) / D.gather(1, s), 0))
         R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
         if not replacement:
             q = q.scatter(1, s, RULED_OUT)
-    return ratios, R
+    return torch.cat(ratios, dim=1), R
 
 
-def ratios_of_spectr(P, q, tokens, noise):
+def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
-    of k tries accepts with 1 - (1 - beta)^k, and then it accepts t with t's share, min(P[t] / rho, Q[t]) /
-    beta. Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all,
-    and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
-    one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since
-    k tries accept with k beta at most. So bisection finds rho."""
+    of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
+    Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all, and
+    max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right one,
+    the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since k
+    tries accept with k beta at most. So bisection finds rho."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
-    low = torch.zeros_like(k)
-    high = k
+    low, high = torch.zeros_like(k), k
     for _ in range(50):
         rho = (low + high) / 2
         beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
         enough = 1 - (1 - beta) ** k <= rho * beta
-        low = torch.where(enough, low, rho)
-        high = torch.where(enough, rho, high)
+        low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
     ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
-    left = (P - high * Q).clamp(min=0)
-    return ratios, normalise(left, otherwise=P)
+    return ratios, normalise((P - high * Q).clamp(min=0), otherwise=P)
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a node's children are proposed, and how those are verified without loss."""
+    """How a node's children are proposed, and how those are verified without loss.
+
+    propose: a function as in section 3. ratios: one of the two above. draw: how the token that follows the
+    path is drawn from the residual's scores. shared_noise: whether all scores come with the noise of their
+    position already added."""
     propose: Callable
     ratios: Callable = None
-    # How the token that follows the path is drawn from the residual's scores.
     draw: Callable = sample_without_replacement
-    # Whether all scores come with the noise of their position already added.
     shared_noise: bool = False
 
     def verify(self, p, q, tokens, generator=None):
         """Nodes, row by row: scores p, q (rows, V), their children's tokens (rows, k) -> the accepted child's
         rank, -1 where none is, (rows,), and the residual's scores (rows, V)."""
-        noise = uniform(tokens, generator)
-        ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
+        ratios, residual = self.ratios(p.softmax(dim=1), q, tokens)
         # The maximum of bools is found at the first that is true.
-        accepted, rank = (noise < ratios).max(dim=1)
+        accepted, rank = (uniform(tokens, generator) < ratios).max(dim=1)
         return torch.where(accepted, rank, -1), residual.log()
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
 
-        layout: section 5's. tokens: (size + 1,), the nodes'. target_scores: a function from a slice of the
-        nodes to their scores, (nodes, V), as a walk asks only for the nodes that it visits. q: (size, V). If
-        `static`, all nodes are verified at once and the walk follows their ranks: then no shape and no branch
-        depends on the outcome, as a CUDA graph needs it (section 6)."""
+        layout: section 5's. tokens: the nodes', (size + 1,). target_scores: from a slice of the nodes to
+        their scores, (nodes, V): a walk asks only for those that it visits. q: (size, V). If `static`, all
+        nodes are verified at once and the walk follows their ranks: then no shape and no branch depends on
+        the outcome, as a CUDA graph needs it (section 6)."""
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
@@ -488,10 +471,8 @@ class Matching(Method):
     noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its positions use
     the same noise. Here seed and position name the noise. So a seed names a text, whatever the tree, the
     draft or the speed of the machine, but for rounding. The draft knows the noise too: its children are the
-    likeliest by its scores plus the same noise, and often right.
-
-    Why sharing is right here and wrong in Algorithm 2: there the noise that proposed a child must not judge
-    it too. Here only the target's scores and the noise choose the token.
+    likeliest by its scores plus the same noise, and often right. In Algorithm 2 the noise that proposed a
+    child must not judge it, too. Here only the target's scores and the noise choose the token.
 
     What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
     (1 - d) / (1 + d) at least (its paper has the proof), where Algorithm 2 has 1 - d."""
@@ -513,9 +494,8 @@ class Traversal(Method):
 
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
-    where a is what its parent's mass is by then, and the root's is 1. A node's mass is the chance that the
-    path ends at it or below, on average over what is drawn below it, if all that was tried before it was
-    rejected.
+    where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
+    at it or below, on average over what is drawn below it, if all that was tried before it was rejected.
 
     As t is drawn from D and accepted with the child's mass, a child takes min(a R, D) of a R on average over
     t. It leaves max(a R - D, 0), in all `left`, so it is accepted with a - left and rejected, with all below
@@ -534,33 +514,35 @@ class Traversal(Method):
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
-        P = target_scores(slice(len(q))).softmax(dim=1)
-        nodes, mass, residual = map(torch.cat, zip(*self.endings(layout, tokens, P, q, 0, P.new_ones(1))))
-        noise = uniform(mass, generator)
-        first = (noise < mass).max(dim=0, keepdim=True).indices
+        nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
+        first = (uniform(mass, generator) < mass).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
-    def endings(self, layout, tokens, P, q, node, a):
-        """This node, of mass a, (1,), and all below it, in the order in which they are tried, children before
-        their parent: a list of (the node, what is left of its mass when all its children were rejected, which
-        is the chance that the path then ends at it, its residual then), (1,), (1,), (1, V)."""
-        tried = []
-        R = P[node]
-        remaining = q[node]
-        for child in layout.tree.children[node]:
-            exists = tokens[child] >= 0
-            s = tokens[child, None].clamp(min=0)                                                # (1,)
-            # A child that does not exist takes nothing.
-            D = torch.where(exists, remaining.softmax(dim=0), 0)
-            mass = torch.where(exists, a * R[s] / D[s], 0).clamp(max=1)
-            tried += self.endings(layout, tokens, P, q, child, mass)
-            what_is_left = (a * R - D).clamp(min=0)                                             # (V,)
-            left = what_is_left.sum()
-            R = torch.where(left > 0, what_is_left / left, R)
-            # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
-            a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
-            remaining = remaining.scatter(0, s, RULED_OUT)
-        return tried + [(layout.nodes[node, None], a, R[None])]
+    def endings(self, layout, tokens, P, q):
+        """All nodes in the order in which they are tried, children before their parent, (size,). What is left
+        of each one's mass when its children were rejected, which is the chance that the path then ends there,
+        (size,). And what is left of its residual, (size, V)."""
+        masses = [P.new_ones(1)] * len(P)
+        residuals = []
+        for node, children in enumerate(layout.tree.children):
+            a, R = masses[node], P[node]
+            remaining = q[node]
+            for child in children:
+                exists = tokens[child] >= 0
+                s = tokens[child, None].clamp(min=0)                                            # (1,)
+                # A child that does not exist takes nothing.
+                D = torch.where(exists, remaining.softmax(dim=0), 0)
+                masses[child] = torch.where(exists, a * R[s] / D[s], 0).clamp(max=1)
+                what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
+                left = what_is_left.sum()
+                R = torch.where(left > 0, what_is_left / left, R)
+                # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
+                a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
+                remaining = remaining.scatter(0, s, RULED_OUT)
+            masses[node] = a
+            residuals.append(R)
+        nodes = layout.children_first
+        return nodes, torch.cat(masses)[nodes], torch.stack(residuals)[nodes]
 
 
 METHODS = {
@@ -592,12 +574,9 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     fine = both.min() >= 0 and ((both.sum(dim=2) - 1).abs() < 1e-2).all()
     _refuse(not fine or method not in METHODS or not 1 <= k <= P.shape[1],
             f"needs rows of probabilities, k from 1 to V and a method of {', '.join(METHODS)}")
-    p, q = both.log()
     chosen = METHODS[method]
-    if chosen.shared_noise:
-        noise = gumbel(uniform(p, generator))
-        p = p + noise
-        q = q + noise
+    noise = gumbel(uniform(P, generator)) if chosen.shared_noise else 0
+    p, q = both.log() + noise
     tokens = chosen.propose(q, k, generator)
     rank, residual = chosen.verify(p, q, tokens, generator)
     outcomes = torch.cat([tokens, chosen.draw(residual, 1, generator)], dim=1)              # (rows, k + 1)
@@ -609,23 +588,20 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #
 # The text's last token is the root of the tree. No model has seen it yet: the tokens before it fill the first
 # slots of the KV cache. `base` is the root's slot and position. Node i stands in slot base + i, at position
-# base + its depth: siblings share a position. A step with nodes 1 and 2 below the root and 3 below 1, which
-# accepts node 2:
+# base + its depth: siblings share a position. Here nodes 1 and 2 are below the root and 3 below 1. The mask,
+# x, shows each node the text, its ancestors and itself. The step accepts node 2:
 #
 #     slot         0 .. base-2    base-1     base    base+1   base+2      base+3
 #     before       the text       node -1    root    node 1   node 2      node 3
 #     position     0 .. base-2    base-1     base    base+1   base+1      base+2
-#     after        the text ............     root    node 2   next root   free
-#
-# A moved entry keeps its position, by which its key was rotated.
-#
-# The mask shows a node the text, its ancestors and itself:
-#
 #     node -1      x              x
 #     root         x              x          x
 #     node 1       x              x          x       x
 #     node 2       x              x          x                x
-#     node 3       x              x          x       x                 x
+#     node 3       x              x          x       x                    x
+#     after        the text ............     root    node 2   next root   free
+#
+# A moved entry keeps its position, by which its key was rotated.
 #
 # Node -1 is the token before the root: the prompt's last, then the last accepted node or, if none was, the
 # old root. If it was a leaf, the draft was never fed it, and the draft's slot holds another entry. So the
@@ -664,21 +640,22 @@ class Layout:
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
-        # The mask drawn above. Its last columns stand for what lies beyond the tree, which none sees, and for
-        # the text, which all see.
+        # Drawn above. The last columns stand for what lies beyond the tree, which none sees, and the text.
         self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, -1] = True
         self.levels = []
-        inner = [node for node in range(tree.size) if tree.children[node]]
         for depth in range(tree.depth - 1):
-            parents = [node for node in inner if tree.depths[node] == depth]
+            parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node]]
             children = table([tree.children[node] for node in parents])                 # (parents, width)
-            chosen = (children.flatten() >= 0).nonzero()[:, 0]
+            chosen = (children.flatten() >= 0).nonzero()[:, 0].to(device)
             places = slice(int(children[0, 0]), int(children.max()) + 1)
-            self.levels.append(Level(tensor(parents), tensor(parents if depth else [-1, 0]),
-                                     children.shape[1], chosen.to(device), places))
+            fed = parents if depth else [-1, 0]
+            self.levels.append(Level(tensor(parents), tensor(fed), children.shape[1], chosen, places))
         self.children = table([children or [-1] for children in tree.children]).to(device)      # (size, most)
         self.no_child = self.children < 0
+        # Each node after all that is below it, by ranks.
+        path = [(), *tree.paths()]
+        self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
         # From the root to each node, then -1: what that moves comes to lie beyond the path.
         self.paths = table([row.nonzero()[:, 0].tolist() for row in tree.mask]).to(device)     # (size, depth)
 
@@ -700,7 +677,7 @@ PROBED = 6
 
 
 class CachedModel:
-    """A transformers model with a KV cache that grows, fed with a text, then with nodes of trees."""
+    """A transformers model with a KV cache that grows. It is fed a text, then nodes of trees."""
 
     def __init__(self, model):
         self.model = model
@@ -720,9 +697,7 @@ class CachedModel:
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
         output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=PROBED)
-        fed = []
-        for layer in prefill.layers:
-            fed += [layer.keys, layer.values]
+        fed = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]
         if not self.shapes:
             self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
             heads, width = map(max, zip(*self.shapes))
@@ -739,10 +714,9 @@ class CachedModel:
         # Subtle: padding by nothing would copy, and a graph would hold the old memory.
         if capacity > self.store.shape[2]:
             self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
-        # The views that the layers use.
-        self.entries = []
-        for entry, (heads, width) in zip(self.store, self.shapes):
-            self.entries.append(entry[None, :heads, :, :width])
+        # Views, which the layers use.
+        self.entries = [entry[None, :heads, :, :width]
+                        for entry, (heads, width) in zip(self.store, self.shapes)]
 
     def place(self, layout, base, visible):
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
@@ -768,9 +742,9 @@ class CachedModel:
         return getattr(self.model, "recorded", self.forward)(*self.inputs(tokens, nodes))
 
     def inputs(self, tokens, nodes):
-        masks = [mask[:, :, nodes] for mask in self.masks]
         # A child that does not exist is -1.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
+        masks = [mask[:, :, nodes] for mask in self.masks]
         return ids, self.positions[None, nodes], self.slots[nodes], *masks, *self.entries
 
     def forward(self, ids, positions, slots, *masks_and_entries):
@@ -779,10 +753,10 @@ class CachedModel:
         self.cache.entries = masks_and_entries[len(self.windows) :]
         self.cache.slots = slots
         self.cache.visible = masks[0].shape[-1]
-        # A dictionary by kind of layer, if there are several kinds.
-        return self.model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True,
-                          attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-                          ).logits[0]
+        # By kind of layer, if there are several kinds.
+        mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
+        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
+                          past_key_values=self.cache, use_cache=True).logits[0]
 
     def move(self, path):
         """Moves the entries of these nodes, (depth,), to the first slots of their tree, in every layer."""
@@ -790,8 +764,8 @@ class CachedModel:
 
 
 def attention_windows(model):
-    """Each kind of attention layer's sliding window, or None. Raises ValueError if no tree can be scored, as
-    far as a configuration tells; the rest is told by `Decoder.probe`."""
+    """Each kind of attention layer's sliding window, or None. Raises ValueError where a configuration tells
+    that no tree can be scored; the rest is told by `Decoder.probe`."""
     name = type(model).__name__
     _refuse(not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None,
             f"needs a language model as transformers loads it, not compiled and not its name; got {name}")
@@ -807,9 +781,8 @@ def attention_windows(model):
     attention = model.config._attn_implementation
     _refuse(attention not in ("eager", "sdpa"),
             f"{name} with {attention} takes no tree: load it with attn_implementation='sdpa'")
-    places = {weight.device for weight in model.parameters()}
-    _refuse(len(places) > 1 and not hasattr(model, "offloaded"),
-            f"{name} must be on one device, and is on {places}")
+    devices = {weight.device for weight in model.parameters()}
+    _refuse(len(devices) > 1 and not hasattr(model, "offloaded"), f"{name} must be on one device: {devices}")
     window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
@@ -842,18 +815,17 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 
-# Processors that rule tokens out by the scores alone. Any draft is lossless, and one like the target is
-# accepted more, so the draft is shaped too. But what these cut from it only goes down by FAR_BELOW: a token
+# Processors shape the draft too: any draft is lossless, and one like the target is accepted more. These rule
+# out unlikely tokens, by the scores alone. What they cut from a draft only goes down by FAR_BELOW, as a token
 # outside the draft's nucleus can be in the target's.
-CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper,
-        EtaLogitsWarper)
+CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
-# All other processors may read the text. They are called node by node, which no CUDA graph can hold.
+# All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
 TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 # Processors that count on one call a token.
 WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# What tells `generate` to decode in another way, or to return more than the text; and what it does not hand
-# on. A streamer is given by functools.partial, as `generate` below does.
+# What tells `generate` to decode in another way or to return more than the text. A streamer it keeps to
+# itself: functools.partial gives one, as in section 9's `generate`.
 UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers", "force_words_ids",
           "output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "streamer", "use_mtp")
@@ -886,7 +858,7 @@ class Decoder:
         self.tree = tree
         self.target = CachedModel(target)
         self.draft = None if tree == NO_TREE else CachedModel(draft)
-        self.models = [model for model in (self.target, self.draft) if model]
+        self.models = [self.target, self.draft] if self.draft else [self.target]
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         self.device = target.device
@@ -894,9 +866,8 @@ class Decoder:
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
         hosted = self.sharded or any(hasattr(one.model, "offloaded") for one in self.models)
         self.cuda_graph = cuda_graph and self.device.type == "cuda" and not hosted
+        self.layout = self.sampling = None
         self.capacity = 0
-        self.sampling = None
-        self.layout = None
         self.probed = False
         self.in_use = threading.Lock()
         self.base, self.seed = torch.zeros(2, 1, dtype=torch.long, device=self.device)
@@ -905,13 +876,11 @@ class Decoder:
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
-        """(rows, length) ids -> (rows, longer) ids, row by row; a limit of time is for all rows together.
-
-        `generate`, which calls it, hands over the stopping criteria, which are checked after every token, and
-        the processors, for both models. A processor must be a function of ids and scores, without memory. A
-        row that a criterion has ended is padded, also where there is no EOS token. Raises ValueError for what
-        `generate` can be told and this cannot do, and for NaN logits; RuntimeError while it decodes another
-        text."""
+        """What `generate` calls: (rows, length) ids -> (rows, longer) ids, row by row, padded where a row has
+        ended; a limit of time is for all rows together. The stopping criteria are checked after every token.
+        The processors, for both models, must be functions of ids and scores, without memory. Raises
+        ValueError for what `generate` can be told and this cannot do, and for NaN logits; RuntimeError while
+        it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -944,23 +913,19 @@ class Decoder:
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
         # The arguments of `generate`, which does not hand over all of them: the caller that has such a one.
-        frame = inspect.currentframe()
-        while frame and "assistant_model" not in frame.f_locals:
-            frame = frame.f_back
-        given = dict(frame.f_locals) if frame else {}
+        callers = [caller.frame.f_locals for caller in inspect.stack(0)]
+        given = next((names for names in callers if "assistant_model" in names), {})
         settings = vars(config) | given
-        unable = [name for name in UNABLE if settings.get(name)]
+        unable = {name for name in UNABLE if settings.get(name)}
         # What generate has prepared itself, such as position_ids, is as it should be.
         for name, value in given.get("kwargs", arguments).items():
             if value is not None and name in arguments and name not in HARMLESS:
-                unable.append(name)
-        if (config.num_beams or 1) > 1:
-            unable.append("num_beams")
-        if config.cache_implementation == "quantized":
-            unable.append("a quantized cache")
+                unable.add(name)
         if self.draft or len(ids) > 1:
-            unable += [type(one).__name__ for one in processors if isinstance(one, WITH_MEMORY)]
-        _refuse(unable, f"unable to do {', '.join(dict.fromkeys(unable))}")
+            unable |= {type(one).__name__ for one in processors if isinstance(one, WITH_MEMORY)}
+        _refuse(unable, f"unable to do {', '.join(sorted(unable))}")
+        _refuse((config.num_beams or 1) > 1, "unable to do num_beams")
+        _refuse(config.cache_implementation == "quantized", "unable to do a quantized cache")
         _refuse(model is not self.target.model, "this Decoder was made for another target")
         _refuse(ids.shape[1] == 0, "the prompt is empty")
         _refuse(config.max_length > self.target.context + 1,
@@ -973,12 +938,11 @@ class Decoder:
 
     def prepare(self, processors, config):
         """Takes over what a call wants. Another way of sampling needs another plan and another graph."""
-        self.limit = config.max_length
         self.method = self.given_method if config.do_sample else GREEDY
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         self.static = self.cuda_graph and not self.reads_text
-        sampling = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        sampling += [self.method, self.reads_text]
+        settings = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
+        sampling = (self.method, self.reads_text, settings)
         if sampling != self.sampling:
             self.layout = None
             self.planner = Planner(self.tree, self.target.vocabulary)
@@ -986,15 +950,15 @@ class Decoder:
 
     @torch.inference_mode()
     def tokens_after(self, text, padding):
-        """The tokens after a text, (length,), one at a time, for as long as they are wanted. The processors
-        see its padding, the first tokens, the models do not."""
+        """The tokens after a text, (length,), one at a time, for as long as they are wanted. Its first
+        `padding` tokens are for the processors alone."""
         logits = self.begin(text, padding)
         yield self.draw_root(logits[-1:])
         if not self.probed:
             yield self.probe(logits)
         while True:
             # A draft does not go beyond its context.
-            beyond = self.draft and self.length >= self.draft.context
+            beyond = self.draft and len(self.text) >= self.draft.context
             self.use(NO_TREE if beyond else self.planner.next_tree())
             begun = time.perf_counter()
             step = self.step()
@@ -1012,34 +976,27 @@ class Decoder:
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
         if self.method.shared_noise:
             self.seed.random_(generator=self.generator)
-        # The text up to node -1, padding included. The target has the entries of all of it. The root comes
-        # next: tokens[0].
-        self.text = text
-        self.padding = padding
-        self.base.fill_(self.length)
-        # Whether the draft has the entries of the text up to node -1.
+        self.padding = text[:padding]
+        # The text up to node -1. The target has the entries of all of it. The root comes next: tokens[0].
+        self.text = text[padding:]
+        self.base.fill_(len(self.text))
+        # Whether the draft has them, too.
         self.draft_is_fed = False
         self.reserve(0)
-        logits = self.target.feed(text[padding:], self.capacity)
+        logits = self.target.feed(self.text, self.capacity)
         self.vocabulary = logits.shape[1]
         if self.layout is None:
             self.use(NO_TREE)
         self.tokens[-1] = text[-1]
         return logits
 
-    @property
-    def length(self):
-        """The number of the text's tokens without its padding, which `base` is on the device."""
-        return len(self.text) - self.padding
-
     def reserve(self, nodes):
-        """Makes room for the text and so many nodes. Caches double, up to what the text can need; a graph
-        that was recorded with smaller ones is given up."""
-        needed = self.length + nodes
+        """Makes room for the text and so many nodes. Caches double; a graph that was recorded with smaller
+        ones is given up."""
+        needed = len(self.text) + nodes
         if needed > self.capacity:
             self.graph = None
-            doubled = min(2 * self.capacity, self.limit + nodes)
-            capacity = 64 * math.ceil(max(needed, doubled, 192) / 64)
+            capacity = 64 * math.ceil(max(needed, 2 * self.capacity, 192) / 64)
             for model in self.models:
                 model.reserve(capacity)
             self.capacity = capacity
@@ -1053,8 +1010,7 @@ class Decoder:
         return int(self.tokens[0])
 
     def probe(self, logits):
-        """A plain step that shows whether the target can be trusted with trees, in the first texts of a
-        Decoder, until one has a prompt of at least PROBED tokens.
+        """A plain step that shows whether the target can be trusted with trees.
 
         A model that masks by slot, or numbers positions its own way, would give another text without a word.
         So the prompt's last tokens are scored again, in a tree with decoys beside them. They must score as in
@@ -1074,6 +1030,7 @@ class Decoder:
         difference = ((scored[:-1] - logits).float().norm(dim=1) / logits.float().norm(dim=1)).median()
         _refuse(not difference < torch.finfo(self.target.model.dtype).eps ** 0.5,
                 f"{type(self.target.model).__name__} cannot verify a tree: scores differ by {difference:.1%}")
+        # After a shorter prompt the next text is probed, too.
         self.probed = known == PROBED
         self.target.move(real)
         self.tokens[-1] = self.tokens[0]
@@ -1086,15 +1043,14 @@ class Decoder:
         self.reserve(tree.size)
         if self.layout is None or tree != self.layout.tree:
             # If memory runs out in between, this makes the next text begin with a new layout.
-            self.layout = None
+            self.layout = self.graph = None
             # The root's token, room for the others, node -1's.
             self.tokens = torch.cat([self.tokens[:1].expand(tree.size), self.tokens[-1:]])
             self.q = torch.zeros(tree.size, self.vocabulary, device=self.device)
-            self.graph = None
             self.steps = 0
             self.layout = Layout(tree, self.device)
         if self.layout.levels and not self.draft_is_fed:
-            self.draft.feed(self.text[self.padding :], self.capacity)
+            self.draft.feed(self.text, self.capacity)
 
     def step(self):
         """One step, as the host sees it."""
@@ -1119,8 +1075,9 @@ class Decoder:
         tokens = self.tokens
         models = self.models if layout.levels else [self.target]
         # 1. The tree takes its place behind the text.
+        visible = self.capacity if self.static else len(self.text) + layout.tree.size
         for model in models:
-            model.place(layout, self.base, self.capacity if self.static else self.length + layout.tree.size)
+            model.place(layout, self.base, visible)
         if self.method.shared_noise:
             positions = self.base + layout.nodes[: layout.tree.depth]
             self.noise = shared_noise(self.seed, positions, self.vocabulary)            # (depth, V)
@@ -1157,9 +1114,8 @@ class Decoder:
         return report
 
     def replay(self):
-        """The second step with a tree is recorded as a CUDA graph, which is replayed until the tree changes
-        or the cache grows. The first has warmed the libraries up. A model whose pass cannot be recorded runs
-        without a graph."""
+        """The second step with a tree, which the first has warmed up, is recorded as a CUDA graph, to be
+        replayed until the tree changes or the cache grows. A model that cannot be recorded runs without."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -1178,8 +1134,7 @@ class Decoder:
 
     def scores(self, logits, nodes, level=None):
         """A model's scores after these nodes, an index of them, (nodes, V): float32, over the target's
-        vocabulary, as the processors shape them. After node -1 comes the root. level: that of a draft's
-        nodes."""
+        vocabulary, as the processors shape them. level: that of a draft's nodes."""
         draft = level is not None
         scores = logits.float()
         # A negative number cuts off what only the draft's vocabulary has.
@@ -1193,15 +1148,14 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # By depth, (depth, V). Node -1, alone, has depth -1. A draft's nodes have one depth: a view will
-            # do.
+            # By depth, (depth, V). Node -1, alone, has depth -1. A draft's nodes have one: a view will do.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
     def processed_after(self, node, scores, draft):
         """The scores after one node, (1, V), processed with the text up to it."""
         path = self.layout.mask[node, :-2].nonzero()[:, 0]
-        text = torch.cat([self.text, self.tokens[path]])[None]
+        text = torch.cat([self.padding, self.text, self.tokens[path]])[None]
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
@@ -1239,11 +1193,9 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 # Acceptance rates before any evidence: a decent draft, a power law in the rank.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
 # The most nodes of a planned tree, and twice the levels of a binary tree with so many.
-LARGEST = 256
-DEEPEST = 18
+LARGEST, DEEPEST = 256, 18
 # Noise only adds to a time. So a tree's time is the least of three steps with it, later of the last eight.
-FEW = 3
-MANY = 8
+FEW, MANY = 3, 8
 
 
 class Latency(NamedTuple):
@@ -1257,11 +1209,11 @@ class Latency(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A tree and what it promises."""
+    """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree."""
     tree: Tree
-    tokens: float            # a step
-    seconds: float           # a step
-    speedup: float           # how many times the speed of plain decoding
+    tokens: float
+    seconds: float
+    speedup: float
 
 
 def plan(rates, latency):
@@ -1288,16 +1240,18 @@ class Planner:
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
-        self.patience = 0        # for how many steps it does not measure anew
+        # For how many steps it does not measure anew.
+        self.patience = 0
         self.measure_anew()
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
             optimal_tree(self.prior, *shape)
 
     def measure_anew(self):
-        self.steps = 0           # since it began to measure
-        self.due = 0             # the number of steps from which on it plans again, 0 while it measures
-        self.seconds = {}        # by tree: the times of the last steps with it
+        # The steps since, and the number of steps from which on it plans again, 0 while it measures.
+        self.steps = self.due = 0
+        # By tree: the times of the last steps with it.
+        self.seconds = {}
         # The trees to be timed. A decent one comes first: the text is being decoded already. The third has as
         # many nodes as the first, and takes four draft passes more. `planned` appends others.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
@@ -1348,8 +1302,7 @@ class Planner:
             # A pass over more tokens takes no less than one over a single token.
             without_draft = max(step[root], seconds - (tree.depth - 1) * c)
             t[tree.size] = min(without_draft, t.get(tree.size, math.inf))
-        sizes = sorted(t)
-        return Latency(sizes, [t[size] for size in sizes], c)
+        return Latency(sorted(t), [t[size] for size in sorted(t)], c)
 
     def learn(self, step, seconds):
         """Takes in what a step has shown: which children a walk to its end would have tried, and its time, or
@@ -1367,9 +1320,8 @@ class Planner:
                     break
         if seconds is None:
             return
-        times = self.seconds.setdefault(step.tree, [])
-        times.append(seconds)
-        del times[:-MANY]
+        times = [*self.seconds.get(step.tree, ()), seconds][-MANY:]
+        self.seconds[step.tree] = times
         if self.plan and len(times) == MANY and step.tree == self.plan.tree:
             # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
             # measuring takes no more than a part of the time.
@@ -1401,9 +1353,8 @@ def packable_dtypes():
     needed = ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return ()
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32, torch.bfloat16
-    return (torch.float32,)
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
 
 
 def packed_product(x, weight, bias: Tensor | None):
@@ -1436,33 +1387,33 @@ def pack(model, rows=16):
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
-    small = CachedModel(model)
+    cached = CachedModel(model)
     model.requires_grad_(False)
-    small.feed(torch.arange(4), capacity=32)
+    cached.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     # The first is recorded. The second has more nodes behind a longer text, at the context's end.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
-        small.place(layout, torch.tensor([base]), base + layout.tree.size)
-        small.positions = (small.positions + ahead).clamp(max=small.context - 1)
-        examples.append(small.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
+        cached.place(layout, torch.tensor([base]), base + layout.tree.size)
+        cached.positions = (cached.positions + ahead).clamp(max=cached.context - 1)
+        examples.append(cached.inputs(torch.arange(7, 23), layout.nodes[:nodes]))
 
     def outputs(forward):
         return [forward(*inputs) for inputs in examples]
 
-    before = torch.cat(outputs(small.forward))
+    before = torch.cat(outputs(cached.forward))
     # The trace's module. It holds the packed weights: of oneDNN's tensors a trace makes no constants.
     recording = nn.Module()
-    recording.forward = small.forward
+    recording.forward = cached.forward
     for i, layer in enumerate(model.modules()):
         if type(layer) is nn.Linear:
             pack_linear(layer, rows)
             recording.register_buffer(f"weight_{i}", layer.weight)
-    packed = outputs(small.forward)
+    packed = outputs(cached.forward)
     _refuse(not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
     # Kept if there is no recording.
-    model.recorded = small.forward
+    model.recorded = cached.forward
     try:
         with warnings.catch_warnings(action="ignore"):
             frozen = torch.jit.freeze(torch.jit.trace(recording.eval(), examples[0], check_trace=False))
@@ -1489,41 +1440,42 @@ def offload(model, device, resident=0):
     cuda = torch.device(device).type == "cuda"
     layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))[resident:]
     stream = torch.cuda.Stream(device) if cuda else None
-    host = []
+    # By weight of these layers: what stays in host memory.
+    host = {}
+    # By layer: the copies of its weights on the device.
     copies = {}
 
-    def copy(i):
-        return [weight.to(device, non_blocking=True, copy=True) for weight in host[i]]
+    def copy(layer):
+        return {weight: host[weight].to(device, non_blocking=True, copy=True)
+                for weight in layer.parameters()}
 
-    def give(i, data):
-        for weight, tensor in zip(layers[i].parameters(), data):
-            weight.data = tensor
+    def give(layer, tensors):
+        for weight in layer.parameters():
+            weight.data = tensors[weight]
 
-    def before(i, *_):
+    def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
         # After this nothing runs: that copy is here, layer i - 1 is computed, and its memory is free again,
         # although one stream filled it and another read it.
         if cuda:
             torch.cuda.synchronize(device)
-        give(i, copies.pop(i, None) or copy(i))
+        give(layer, copies.pop(i, None) or copy(layer))
         following = (i + 1) % len(layers)
         with torch.cuda.stream(stream):
-            copies[following] = copy(following)
+            copies[following] = copy(layers[following])
 
-    def after(i, *_):
-        give(i, host[i])
+    def after(layer, *_):
+        give(layer, host)
 
     for i, layer in enumerate(layers):
-        host.append([weight.data.pin_memory() if cuda else weight.data for weight in layer.parameters()])
-        after(i)
+        for weight in layer.parameters():
+            host[weight] = weight.data.pin_memory() if cuda else weight.data
+            weight.data = host[weight]
         layer.register_forward_pre_hook(functools.partial(before, i))
-        layer.register_forward_hook(functools.partial(after, i))
-    for i in range(len(layers)):
-        # What is empty costs nothing to move.
-        give(i, [weight.new_empty(0) for weight in host[i]])
-    model.to(device)
-    for i in range(len(layers)):
-        after(i)
+        layer.register_forward_hook(after)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor not in host:
+            tensor.data = tensor.data.to(device)
     model.offloaded = True
     return model.eval().requires_grad_(False)
 
@@ -1542,11 +1494,10 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
                            custom_generate=functools.partial(decode, streamer=streamer), **kwargs)
 
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = Path(__file__).parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 # Which of torchrun's processes this is, and how many there are.
-RANK = int(os.environ.get("RANK", 0))
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EXAMPLES = """examples:
   python sequoia.py --prompt "import os" --temperature 0 --explain
   python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt"""
@@ -1554,9 +1505,8 @@ EXAMPLES = """examples:
 
 def arguments(argv):
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        "sequoia.py", description="Decodes text as the target would, faster.", epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Decodes text as the target would, faster.", epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
@@ -1567,8 +1517,7 @@ def arguments(argv):
     add("--top-k", type=int, help="keep so many likeliest tokens (all)")
     add("--seed", type=int, default=0,
         help="the same seed and tree give the same text; with --method gumbel any tree (%(default)s)")
-    add("--method", default="sequoia", choices=METHODS,
-        help="how children are drawn and verified (%(default)s)")
+    add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", type=tree_shape, default="auto",
         help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so many nodes and levels) or "
              "none, which is plain decoding (%(default)s)")
@@ -1582,10 +1531,8 @@ def arguments(argv):
 
 def tree_shape(spec):
     """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
-    if spec == "auto":
-        return spec
-    if spec == "none":
-        return NO_TREE
+    if spec in ("auto", "none"):
+        return NO_TREE if spec == "none" else spec
     size, depth = spec.split("x")
     return int(size), int(depth)
 
@@ -1610,9 +1557,8 @@ def load(name, args, large=False):
         # Imported here, as it takes most of a second.
         from transformers.distributed import DistributedConfig
         distributed = DistributedConfig(tp_size=RANKS)
-    dtype = "float32"
-    if args.device != "cpu" or torch.bfloat16 in packable_dtypes():
-        dtype = "bfloat16"
+    fast = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
+    dtype = "bfloat16" if fast else "float32"
     if mapped:
         # Weights that keep their files' dtype are mapped, and the system pages them in and out.
         dtype = "auto"
@@ -1622,9 +1568,7 @@ def load(name, args, large=False):
     _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
     if offloaded and not mapped:
         return offload(model, args.device)
-    if sharded or mapped:
-        return model
-    return pack(model.to(args.device))
+    return model if sharded or mapped else pack(model.to(args.device))
 
 
 def load_tokenizer(args):
@@ -1634,8 +1578,7 @@ def load_tokenizer(args):
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
     added = [*target.added_tokens_decoder.values(), *draft.added_tokens_decoder.values()]
     special = {token.content for token in added if token.special}
-    _refuse(differing - special,
-            f"{args.target} and {args.draft} have different tokens; a draft needs its target's")
+    _refuse(differing - special, f"{args.target} and {args.draft} have different tokens")
     if differing:
         warnings.warn("the tokenizers differ in added special tokens, which the draft will not guess")
     return target
@@ -1681,19 +1624,20 @@ def decode_prompt(args):
 
 def summarise(args, decoder, steps, count, seconds):
     """Says on standard error what a text of `count` tokens cost."""
-    say = functools.partial(print, file=sys.stderr)
     per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
-    say(f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
-        f"{count / seconds:.1f} a second")
     seed = f", seed {args.seed}" if args.temperature else ""
-    say(f"tree {decoder.layout.tree.size}x{decoder.layout.tree.depth}, method {args.method}, temperature "
-        f"{args.temperature:g}{seed}, {decoder.target.model.dtype} on {args.device}")
     names = [type(one).__name__ for one in decoder.processors]
-    say(f"logits processors, those of the target's generation config included: {names}")
+    lines = [
+        f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
+        f"{count / seconds:.1f} a second",
+        f"tree {decoder.layout.tree.size}x{decoder.layout.tree.depth}, method {args.method}, temperature "
+        f"{args.temperature:g}{seed}, {decoder.target.model.dtype} on {args.device}",
+        f"logits processors, those of the target's generation config included: {names}"]
     found = decoder.planner.plan
     if found:
-        say(f"plan, from measured times: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times plain "
-            "decoding")
+        lines.append(f"plan, from measured times: {found.tokens:.2f} tokens a step, "
+                     f"{found.speedup:.2f} times plain decoding")
+    print("\n".join(lines), file=sys.stderr)
 
 
 def main(argv=None):
