@@ -1,18 +1,16 @@
 """Sequoia: tree speculative decoding, lossless, in one file.
 
-A small draft model proposes a tree of tokens. The target model scores the whole tree in one forward pass. A
-verification rule keeps a path of it, so that every token has exactly the target's distribution. A target
-bound by memory reads its weights once a step, for one token or for sixty-four. So where a step yields three
-tokens decoding is three times as fast, but for two costs: a draft pass for each level below the root, c
-seconds, and that the target computes longer than it reads at some size. With t(n) seconds for the rest of a
-step of n nodes, a tree on d levels is F(T) t(1) / (t(n) + (d - 1) c) times as fast as no tree.
+A small draft model proposes a tree of tokens. The target model scores all of it in one forward pass. A
+verification rule keeps one path, so that every token has exactly the target's distribution. A target bound by
+memory reads its weights once a step, for one token or for sixty-four. So more tokens a step are a gain, but
+for a draft pass of c seconds for each level below the root, and slower target passes beyond some size. With
+t(n) seconds for the rest of a step of n nodes on d levels, the speedup is F(T) t(1) / (t(n) + (d - 1) c).
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
     paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that the k-th child is the one
-                                                 accepted, the same whichever its ancestors are
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that child k is the one accepted
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -20,25 +18,14 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
     t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
 
-Sections 1 to 6 are the method: token trees, the dynamic program, sampling, verification, the tree on the
-device, decoding. Section 7 plans, 8 makes passes fast or small, 9 is the command line. A section needs what
-stands above it, and three things more: section 4 is given section 5's Layout, the decoder asks section 7's
-planner for trees, and section 8 marks models: `recorded`, a faster form of the pass, or `offloaded`.
-Left out: training drafts, batched serving, recurrent models.
+Sections 1 to 6 are the method, 7 plans, 8 makes passes fast or small, 9 is the command line. Each needs those
+above it. Besides, section 4 is given section 5's Layout, 6 asks 7 for trees, and 8 marks models: `recorded`,
+a faster form of the pass, or `offloaded`. Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     target.generate(**inputs, custom_generate=sequoia.decode, draft=draft)     # in your own code
 """
-import argparse
-import functools
-import gc
-import inspect
-import math
-import os
-import sys
-import threading
-import time
-import warnings
+import argparse, contextlib, functools, gc, inspect, math, os, sys, threading, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -47,23 +34,16 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
-from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
-from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
-
 
 def _refuse(found, reason):
     if found:
         raise ValueError(reason)
 
-
 # --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Tree:
     """The shape of a token tree: for each node, the index of its parent.
@@ -100,8 +80,7 @@ class Tree:
 
     @classmethod
     def from_paths(cls, paths):
-        """The inverse of `paths`: (0,), (1,), (0, 0) are the root's first two children and the first one's
-        first child. Raises ValueError where a parent or an elder sibling is missing."""
+        """The inverse of `paths`. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted(sorted({(), *map(tuple, paths)}), key=len)
         tree = cls([-1] + [nodes.index(path[:-1]) for path in nodes[1:]])
         _refuse(tree.paths() != nodes[1:], f"an elder sibling is missing among the paths {nodes[1:]}")
@@ -123,14 +102,12 @@ class Tree:
         return torch.from_numpy(mask)
 
     def draw(self, labels, node=0, margin=""):
-        """A node and all below it as text, a line for each leaf: labels (size,) stand for the nodes, and from
-        the second line on each begins with the margin."""
+        """A node and all below it as text; labels: (size,), margin: before each line but the first."""
         text = labels[node]
         margin += " " * len(text)
-        children = self.children[node]
-        for child in children:
-            last = child == children[-1]
-            if child == children[0]:
+        for child in self.children[node]:
+            last = child == self.children[node][-1]
+            if self.ranks[child] == 0:
                 text += "───" if last else "─┬─"
             else:
                 text += "\n" + margin + (" └─" if last else " ├─")
@@ -140,38 +117,29 @@ class Tree:
     def __str__(self):
         return self.draw([str(node) for node in range(self.size)])
 
-
-# The root alone: plain decoding.
-NO_TREE = Tree([-1])
-
+NO_TREE = Tree([-1])         # the root alone: plain decoding
 
 def chain(length):
     """The root and one sequence of `length` tokens: plain speculative decoding."""
     return sequences(1, length)
 
-
 def sequences(k, length):
     """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5 of 8 have 41 nodes."""
     return Tree([-1] + [max(0, node - k) for node in range(1, k * length + 1)])
-
 
 def k_ary(k, depth):
     """The full tree of `depth` levels: every node above the last level has `k` children."""
     inner = sum(k**level for level in range(depth - 1))
     return Tree([-1] + [child // k for child in range(inner * k)])
 
-
 # --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
-
-
 def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
 
-    Why a sum: a step yields a token for each node that is accepted, and the target's own, for which the root
-    counts. The expected number of events that happen is the sum of their chances, however they depend on one
-    another. Why products: a node is accepted after all its ancestors, at the same rate whichever those are
-    (Definition 3.2)."""
+    Why a sum: a step yields a token for each accepted node, and the target's own, for which the root counts.
+    An expected count is the sum of the chances, however they depend on one another. Why products: a node is
+    accepted after all its ancestors, at the same rate whichever those are (Definition 3.2)."""
     rates = _check_rates(acceptance_rates)
     chance = [1.0]
     for node, parent in enumerate(tree.parents[1:], start=1):
@@ -180,7 +148,6 @@ def expected_tokens(tree, acceptance_rates):
         chance.append(chance[parent] * rates[level, rank] if rank < rates.shape[1] else 0.0)
     return float(sum(chance))
 
-
 def expected_tokens_table(acceptance_rates, size, depth):
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
@@ -188,23 +155,19 @@ def expected_tokens_table(acceptance_rates, size, depth):
     columns = [best_subtrees(0, d).G for d in range(1, depth + 1)]
     return np.stack([np.full(size + 1, -np.inf), *columns], axis=1)
 
-
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens.
 
     acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted, in any order;
-    or (levels, ranks), rates[d] for the children of a node on level d, the last row for all deeper levels
-    too. A node has at most as many children as there are ranks. Raises ValueError for rates that are no
-    probabilities and sizes that no such tree can have.
+    or (levels, ranks), by the node's level, the last row for all deeper ones. A node has up to `ranks`
+    children. Raises ValueError for rates that are no probabilities and sizes that no such tree can have.
 
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
-    [(0,), (1,), (0, 0), (0, 0, 0)]
-    """
+    [(0,), (1,), (0, 0), (0, 0, 0)]"""
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on all rates are the last row's, so G of d + 1 levels is a function of G of d levels
-    # alone. Once one more level changes no entry, none ever will.
+    # From level `bottom` on the rates repeat: once one more level changes no entry of G, none ever will.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -213,8 +176,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     possible = np.isfinite(best_subtrees(0, depth).G).nonzero()[0]
     _refuse(size not in possible, f"no such tree has {size} nodes: the largest has {possible.max()}")
     parents = [-1]
-    # Each node's level and its subtree's size. The list grows while it is read.
-    nodes = [(0, size)]
+    nodes = [(0, size)]          # each node's level and its subtree's size; grows while it is read
     for node, (level, n) in enumerate(nodes):
         best = best_subtrees(min(level, bottom), depth - level)
         sizes = []
@@ -226,13 +188,11 @@ def optimal_tree(acceptance_rates, size, depth=None):
         parents += [node] * len(sizes)
     return Tree(parents)
 
-
 class _BestSubtrees(NamedTuple):
     """The best subtrees whose root is on a given level, with at most so many levels, by nodes: 0 .. size."""
     G: np.ndarray            # (size + 1,) their expected tokens, -inf where there is no such subtree
     children: np.ndarray     # (size + 1,) the number of their root's children
     last_child: list         # last_child[b - 1][n]: with b children and n nodes, how many the b-th child gets
-
 
 def _best_subtrees(acceptance_rates, size):
     """A function of a level and a number of levels: the _BestSubtrees rooted there. With n nodes, and b
@@ -248,13 +208,10 @@ def _best_subtrees(acceptance_rates, size):
 
     @functools.cache
     def best_subtrees(level, depth):
-        leaf = np.full(size + 1, -np.inf)
-        leaf[1] = 1.0
-        # By b, from 0 on.
+        leaf = np.where(np.arange(size + 1) == 1, 1.0, -np.inf)
         with_children = [leaf]
         last_child = []
         if depth > 1:
-            # The last row of rates holds for all deeper levels.
             below = best_subtrees(min(level + 1, len(rates) - 1), depth - 1).G
             for rate in rates[level]:
                 # Subtle: a rate of 0 times a value of -inf would be NaN.
@@ -267,46 +224,36 @@ def _best_subtrees(acceptance_rates, size):
         return _BestSubtrees(np.max(with_children, axis=0), np.argmax(with_children, axis=0), last_child)
     return best_subtrees
 
-
 def _check_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     _refuse(not ((rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6),
             f"acceptance_rates must be from 0 to 1, and sum to at most 1 on each level; got {rates}")
     return rates
 
-
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
-#
-# What a model says travels as scores: logarithms of probabilities up to a constant, float32, -inf where a
-# token is ruled out. Scores do not underflow, so what follows holds at low temperatures, too.
+# Probabilities travel as scores: float32 logarithms, which do not underflow at low temperatures.
 RULED_OUT = -math.inf
 
-
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: a token of probability p is drawn where
-    -log u is about p, so none much rarer than the least -log u ever is: 1e-16 with 53 bits, 6e-8 with 24."""
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: in the race below a token of probability
+    p wins where its -log u is about p. With 53 bits that can be 1e-16, with 24 only 6e-8: rarer ones lose."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
-
 
 def gumbel(u):
     """Gumbel noise from such numbers: -log E for E = -log u, which is exponential."""
     return -(-u.log()).float().log()
 
-
 def sample_without_replacement(scores, k, generator=None):
-    """k different tokens a row, (rows, V) -> (rows, k), each drawn from what the earlier ones leave; -1 where
-    none is left, or scores are NaN.
+    """Draws k different tokens a row, (rows, V) -> (rows, k); -1 where none is left, or scores are NaN.
 
     Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
     are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
     Arrivals have no memory, so the next is drawn likewise among the others."""
     return most_likely(scores + gumbel(uniform(scores, generator)), k)
 
-
 def sample_with_replacement(scores, k, generator=None):
     """k independent tokens a row, (rows, V) -> (rows, k), -1 where none is possible."""
     return torch.cat([sample_without_replacement(scores, 1, generator) for _ in range(k)], dim=1)
-
 
 def most_likely(scores, k, generator=None):
     """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k), -1 where fewer are possible."""
@@ -314,7 +261,6 @@ def most_likely(scores, k, generator=None):
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
     missing = k - tokens.shape[1]
     return nn.functional.pad(tokens, (0, missing), value=-1) if missing else tokens
-
 
 def shared_noise(seed, positions, vocabulary):
     """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token. The
@@ -324,30 +270,24 @@ def shared_noise(seed, positions, vocabulary):
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    # The highest 52 bits, so that adding one half, which avoids 0 and 1, is exact. Left out: splitmix64's
-    # last shift, which does not change the highest 31.
+    # 52 bits, so that adding one half, which avoids 0 and 1, is exact. Left out: splitmix64's last shift.
     return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
-
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
+# Algorithm 2 and its kin try the children of a node in turn, from the root down. A child is accepted if its
+# noise, from 0 to 1, is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token is drawn from
+# the residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
-# Algorithm 2 and its kin walk from the root down and try the children of a node in turn. Child i is accepted
-# if its noise, a number from 0 to 1, is less than its ratio. If none is, the token is drawn from the
-# residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
-#
-# Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability min(P[t], Q[t]),
-# that is Q[t] min(P[t] / Q[t], 1). It is rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The residual,
-# max(P - Q, 0) normalised, then gives each token what is missing: the two add up to P. Several children:
-# after a rejection the residual, the same whichever token was rejected, takes the place of P, and the draft
-# without that token that of Q. By induction the other children yield the residual, so with the first all
-# yield P.
+# Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
+# Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
+# rejection the residual, the same whichever token was rejected, takes the place of P, and the draft without
+# that token that of Q. By induction the other children yield the residual, so with the first all yield P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
 # tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain. Towards
-# temperature 0, children drawn without replacement become the draft's likeliest tokens in order, which greedy
-# decoding drafts; with replacement they become copies of one.
-
+# temperature 0 children become the draft's likeliest tokens in order, with replacement copies of one.
 
 def verify_one_node(P, Q, tokens, noise):
     """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or -1,
@@ -362,18 +302,14 @@ def verify_one_node(P, Q, tokens, noise):
         D = D / D.sum()
     return -1, R
 
-
-# From here on a row is a node: probabilities P and scores q, (rows, V), tokens (rows, k) -> ratios (rows, k),
-# residual (rows, V). The draft stays scores, as probabilities could underflow once the tried tokens are
-# removed. A child that does not exist has token -1 and ratio 0: a node has fewer than k children, or
-# processors have ruled out the rest.
-
+# From here on a row is a node: P and scores q (rows, V), tokens (rows, k) -> ratios (rows, k), residual
+# (rows, V). The draft stays scores: probabilities could underflow once the tried tokens are removed. A child
+# that does not exist, as a node has fewer or processors rule out the rest, has token -1 and ratio 0.
 
 def normalise(left, otherwise):
     """What is left of a target, as a distribution, (rows, V); `otherwise` where rounding leaves nothing."""
     total = left.sum(dim=1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)
-
 
 def ratios_in_turn(P, q, tokens, replacement=False):
     """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer."""
@@ -385,10 +321,8 @@ def ratios_in_turn(P, q, tokens, replacement=False):
         D = q.softmax(dim=1)
         ratios.append(torch.where(exists, R.gather(1, s) / D.gather(1, s), 0))
         R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
-        if not replacement:
-            q = q.scatter(1, s, RULED_OUT)
+        q = q if replacement else q.scatter(1, s, RULED_OUT)
     return torch.cat(ratios, dim=1), R
-
 
 def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
@@ -412,22 +346,16 @@ def ratios_of_spectr(P, q, tokens):
     ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
     return ratios, normalise((P - high * Q).clamp(min=0), otherwise=P)
 
-
 @dataclass(frozen=True)
 class Method:
-    """How a node's children are proposed, and how those are verified without loss.
-
-    propose: a function as in section 3. ratios: one of the two above. draw: how the token that follows the
-    path is drawn from the residual's scores. shared_noise: whether all scores come with the noise of their
-    position already added."""
-    propose: Callable
-    ratios: Callable = None
-    draw: Callable = sample_without_replacement
-    shared_noise: bool = False
+    """How a node's children are proposed and verified."""
+    propose: Callable                               # a function as in section 3
+    ratios: Callable = None                         # one of the two above
+    draw: Callable = sample_without_replacement     # of the token after the path, from the residual's scores
+    shared_noise: bool = False                      # whether all scores come with their position's noise
 
     def verify(self, p, q, tokens, generator=None):
-        """Nodes, row by row: scores p, q (rows, V), their children's tokens (rows, k) -> the accepted child's
-        rank, -1 where none is, (rows,), and the residual's scores (rows, V)."""
+        """Scores p, q (rows, V), tokens (rows, k) -> accepted rank or -1, (rows,), residual's scores."""
         ratios, residual = self.ratios(p.softmax(dim=1), q, tokens)
         # The maximum of bools is found at the first that is true.
         accepted, rank = (uniform(tokens, generator) < ratios).max(dim=1)
@@ -435,17 +363,14 @@ class Method:
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
-
-        layout: section 5's. tokens: the nodes', (size + 1,). target_scores: from a slice of the nodes to
-        their scores, (nodes, V): a walk asks only for those that it visits. q: (size, V). If `static`, all
-        nodes are verified at once and the walk follows their ranks: then no shape and no branch depends on
-        the outcome, as a CUDA graph needs it (section 6)."""
+        layout: section 5's. tokens: (size + 1,). target_scores: from a slice of nodes to their scores,
+        (nodes, V); a walk asks only for those that it visits. q: (size, V). If `static`, all nodes are
+        verified at once and the walk follows their ranks: a CUDA graph (section 6) cannot branch."""
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # A node is reached if it and its ancestors, the root aside, are accepted. Of bools `>=` is False
-            # only where the mask is True and `accepted` is not. The deepest such node ends the path.
+            # Reached: accepted with all ancestors, the root aside. Of bools a >= b says: if b, then a.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -461,21 +386,19 @@ class Method:
             residual = target_scores(slice(node, node + 1))
         return layout.nodes[node, None], self.draw(residual, 1, generator)[:, 0]
 
-
 class Matching(Method):
     """The target draws its own token. It is accepted if it is a child, and follows the path if it is none. So
     any children will do: `naive` draws them from the draft, `topk` takes its likeliest.
 
-    Where the likeliest token is "drawn" this is greedy decoding, the limit of temperature 0. With shared
-    noise it is sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel
-    noise is a sample (see `sample_without_replacement`), so a text is exact if no two of its positions use
-    the same noise. Here seed and position name the noise. So a seed names a text, whatever the tree, the
-    draft or the speed of the machine, but for rounding. The draft knows the noise too: its children are the
-    likeliest by its scores plus the same noise, and often right. In Algorithm 2 the noise that proposed a
-    child must not judge it, too. Here only the target's scores and the noise choose the token.
-
-    What it costs: with d the distance of P and Q, |P - Q| / 2 summed, one child is accepted with probability
-    (1 - d) / (1 + d) at least (its paper has the proof), where Algorithm 2 has 1 - d."""
+    Where the likeliest token is "drawn" this is greedy decoding. With shared noise it is sampling, by "Gumbel
+    coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a sample (see
+    `sample_without_replacement`), so a text is exact if no two of its positions use the same noise. Seed and
+    position name the noise, so a seed names a text, whatever the tree, the draft or the speed, but for
+    rounding. The draft adds the same noise, so its likeliest children are often right. Algorithm 2 cannot
+    share: noise that drew a token is not uniform once that is known, and so no judge of it. Here nothing is
+    judged: the target's scores and the noise alone choose the token. What it costs: with d = sum |P - Q| / 2
+    one child is accepted with probability (1 - d) / (1 + d) at least (its paper has the proof), where
+    Algorithm 2 has 1 - d."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -483,10 +406,8 @@ class Matching(Method):
         certain = torch.where(torch.arange(p.shape[1], device=p.device) == choice, 0, RULED_OUT)
         return torch.where(accepted, rank, -1), certain
 
-
 class Traversal(Method):
-    """Traversal verification (arXiv 2505.12398): from the leaves to the root, so that a child which would be
-    rejected alone can be accepted for what comes below it.
+    """Traversal verification (arXiv 2505.12398), leaves first: what is below a child can still save it.
 
     Say the draft gives the two tokens of a chain 0.8 and 0.4, the target 0.4 and 0.8. Their ratios are 0.5
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
@@ -494,23 +415,21 @@ class Traversal(Method):
 
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
-    where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, on average over what is drawn below it, if all that was tried before it was rejected.
+    where a is its parent's mass by then, the root's being 1. Given the tokens down to a node, and that all
+    tried before it was rejected, its mass is the chance that the path ends at it or below.
 
-    As t is drawn from D and accepted with the child's mass, a child takes min(a R, D) of a R on average over
-    t. It leaves max(a R - D, 0), in all `left`, so it is accepted with a - left and rejected, with all below
-    it, with 1 - (a - left). Then its parent is left with
+    As t is drawn from D, a child takes min(a R, D) of a R on average over t and leaves max(a R - D, 0), in
+    all `left`. So it is accepted with a - left. If neither it nor a node below is, its parent is left with
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
     with which the next sibling is tried, from D without the rejected token, and at last the parent itself.
-    Together the path ends at the parent or below with (a - left) + left = a, as its mass says, and the token
-    after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it. At
-    the root, with a = 1, the mass stays 1.
+    Together the path ends at the parent or below with (a - left) + left = a, its mass. The token after it is
+    t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it. The root's mass stays 1.
 
-    On a chain a mass is at least the walk's chance to reach the node, and the tokens are on average the sum
-    of the masses, so traversal never yields fewer. On a tree that branches it mostly yields more, not always.
-    On one level it is Algorithm 2, so it has ratios, for `sample_and_verify`."""
+    On a chain a mass, min(a ratio, 1), is at least the walk's chance to reach the node, a' min(ratio, 1), as
+    a is at least a'. The tokens are on average the sum of the masses, so traversal never yields fewer. On a
+    tree that branches it mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
@@ -519,9 +438,8 @@ class Traversal(Method):
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
     def endings(self, layout, tokens, P, q):
-        """All nodes in the order in which they are tried, children before their parent, (size,). What is left
-        of each one's mass when its children were rejected, which is the chance that the path then ends there,
-        (size,). And what is left of its residual, (size, V)."""
+        """The nodes in the order they are tried, children first, (size,). Each one's mass once its children
+        were rejected, the chance that the path then ends there, (size,). Its residual by then, (size, V)."""
         masses = [P.new_ones(1)] * len(P)
         residuals = []
         for node, children in enumerate(layout.tree.children):
@@ -536,14 +454,13 @@ class Traversal(Method):
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
                 R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left the mass is 0, but 1 if it was 1, where this would be 0 / 0.
+                # Subtle: where nothing is left the mass is 0. But where a is 1 this is 0 / 0, and 1 stays.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
             residuals.append(R)
         nodes = layout.children_first
         return nodes, torch.cat(masses)[nodes], torch.stack(residuals)[nodes]
-
 
 METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
@@ -554,21 +471,17 @@ METHODS = {
     "traversal": Traversal(sample_without_replacement, ratios_in_turn),
     "gumbel": Matching(most_likely, draw=most_likely, shared_noise=True),
 }
-# At temperature 0, whatever the method's name.
-GREEDY = Matching(most_likely, draw=most_likely)
-
+GREEDY = Matching(most_likely, draw=most_likely)     # at temperature 0, whatever the method's name
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
-    """Proposes k children a row from the draft's distributions Q, and verifies them against the target's P,
-    (rows, V) each. Returns (rank, token), (rows,) each: the accepted child's rank, -1 where none was, and the
-    emitted token, which is distributed exactly as P. Raises ValueError for an unknown method, k outside
-    1 .. V, and rows that are no probabilities.
+    """Proposes k children a row from the draft's Q and verifies them against the target's P, (rows, V) each.
+    Returns (rank, token), (rows,) each: the accepted child's rank or -1, and the token, distributed exactly
+    as P. Raises ValueError for an unknown method, k outside 1 .. V and rows that are no probabilities.
 
     >>> P, Q = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3]])
     >>> rank, token = sample_and_verify(P.expand(100_000, 3), Q.expand(100_000, 3), k=2)
     >>> bool(((token.bincount() / 100_000 - P).abs() < 0.01).all())
-    True
-    """
+    True"""
     both = torch.stack([P, Q]).double()
     # Rows of bfloat16 sum to 1 but for their own rounding.
     fine = both.min() >= 0 and ((both.sum(dim=2) - 1).abs() < 1e-2).all()
@@ -583,14 +496,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     # Subtle: rank -1 finds the last outcome.
     return rank, outcomes[torch.arange(len(P), device=P.device), rank]
 
-
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
-#
-# The text's last token is the root of the tree. No model has seen it yet: the tokens before it fill the first
-# slots of the KV cache. `base` is the root's slot and position. Node i stands in slot base + i, at position
-# base + its depth: siblings share a position. Here nodes 1 and 2 are below the root and 3 below 1. The mask,
-# x, shows each node the text, its ancestors and itself. The step accepts node 2:
-#
+# The root is the text's last token, which no model has seen: the earlier ones fill the first slots of the KV
+# cache. `base` is the root's slot and position. Node i stands in slot base + i, at position base + its depth.
+# The mask, x, shows a node the text, its ancestors and itself. Here 3 is below 1, and the step accepts 2:
 #     slot         0 .. base-2    base-1     base    base+1   base+2      base+3
 #     before       the text       node -1    root    node 1   node 2      node 3
 #     position     0 .. base-2    base-1     base    base+1   base+1      base+2
@@ -600,40 +509,26 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                    x
 #     after        the text ............     root    node 2   next root   free
-#
-# A moved entry keeps its position, by which its key was rotated.
-#
-# Node -1 is the token before the root: the prompt's last, then the last accepted node or, if none was, the
-# old root. If it was a leaf, the draft was never fed it, and the draft's slot holds another entry. So the
-# draft is always fed node -1 again, with the root. Node -1 is the root's parent, -1, and stands where Python
-# finds index -1: at the end of tokens, slots, positions and the mask's rows, which are size + 1.
-
+# A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
+# prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
+# never fed it, so the draft is always fed node -1 again, with the root. It is the root's parent, -1, and
+# stands where Python finds index -1: at the end of tokens, slots, positions and mask rows, size + 1 of each.
 
 class Level(NamedTuple):
-    """What growing one level takes. For the tree drawn above, the levels of the root and of nodes 1 and 2:
-
-        parents     [0]         [1]       its nodes with children, (parents,)
-        fed         [-1, 0]     [1]       what the draft is fed: those, and node -1 with the root
-        width       2           1         how many children are proposed to each: the most that one has
-        chosen      [0, 1]      [0]       which of all these proposals are taken, (children,)
-        children    1:3         3:4       the nodes that they become, the next level, a slice"""
-    parents: Tensor
-    fed: Tensor
-    width: int
-    chosen: Tensor
-    children: slice
-
+    """What growing one level takes. On the right, for the tree drawn above: the root's, nodes 1 and 2's."""
+    parents: Tensor      # (parents,) its nodes with children                          [0]        [1]
+    fed: Tensor          # what the draft is fed: those, and node -1 with the root     [-1, 0]    [1]
+    width: int           # how many are proposed to each: the most that one has        2          1
+    chosen: Tensor       # (children,) which of all these proposals are taken          [0, 1]     [0]
+    children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
     """A tree as index tensors: all that the tree alone decides."""
 
     def __init__(self, tree, device):
         tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
-
-        def table(rows):
-            """Rows of several lengths as a tensor on the CPU, filled up with -1."""
-            return nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, -1)
-
+        # A table of rows of several lengths, which -1 fills up.
+        table = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
         self.tree = tree
         self.parent = tensor(tree.parents)
         self.rank = tensor(tree.ranks)
@@ -646,19 +541,19 @@ class Layout:
         self.levels = []
         for depth in range(tree.depth - 1):
             parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node]]
-            children = table([tree.children[node] for node in parents])                 # (parents, width)
+            children = table([torch.tensor(tree.children[node]) for node in parents])   # (parents, width)
             chosen = (children.flatten() >= 0).nonzero()[:, 0].to(device)
             places = slice(int(children[0, 0]), int(children.max()) + 1)
             fed = parents if depth else [-1, 0]
             self.levels.append(Level(tensor(parents), tensor(fed), children.shape[1], chosen, places))
-        self.children = table([children or [-1] for children in tree.children]).to(device)      # (size, most)
+        children = table([torch.tensor(children or [-1]) for children in tree.children])
+        self.children = children.to(device)                                             # (size, most)
         self.no_child = self.children < 0
         # Each node after all that is below it, by ranks.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: what that moves comes to lie beyond the path.
-        self.paths = table([row.nonzero()[:, 0].tolist() for row in tree.mask]).to(device)     # (size, depth)
-
+        # From the root to each node, then -1, whose entry is moved to beyond the path, where none reads it.
+        self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
     """Each layer's keys and values in turn, (1, heads, capacity, head_dim) each, written at any slots. As
@@ -671,10 +566,8 @@ class TreeCache(Cache):
             visible.append(entry.narrow(2, 0, self.visible))
         return visible
 
-
 # How many of a prompt's tokens are scored again to see whether a model is fit for trees.
 PROBED = 6
-
 
 class CachedModel:
     """A transformers model with a KV cache that grows. It is fed a text, then nodes of trees."""
@@ -685,14 +578,13 @@ class CachedModel:
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.cache = TreeCache(layers=[])
-        # All layers' keys and values, so that one operation moves them: (entries, most heads, capacity,
-        # widest head_dim). And the heads and head_dim that each of them has.
+        # All keys and values, for one operation to move: (entries, most heads, capacity, widest head_dim).
         self.store = torch.empty(0, 0, 0, 0)
-        self.shapes = []
+        self.shapes = []         # each entry's heads and head_dim
 
     def feed(self, text, capacity):
-        """Feeds a text, (length,), with transformers' own masks and cache, and makes room for `capacity`
-        tokens. The logits after each of its last tokens, (up to PROBED, V)."""
+        """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
+        after each of its last tokens, (up to PROBED, V)."""
         prefill = DynamicCache()
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
@@ -714,7 +606,6 @@ class CachedModel:
         # Subtle: padding by nothing would copy, and a graph would hold the old memory.
         if capacity > self.store.shape[2]:
             self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
-        # Views, which the layers use.
         self.entries = [entry[None, :heads, :, :width]
                         for entry, (heads, width) in zip(self.store, self.shapes)]
 
@@ -733,8 +624,7 @@ class CachedModel:
                 position = torch.where(node < 0, slots, positions[node])
                 seen = seen & (positions[:, None] - position < window)
             self.masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
-        # Nodes beyond the context have no position of their own. What a target says there is not needed, as
-        # the text ends, and what a draft says is only less likely to be right.
+        # Nodes beyond the context share its last position: the text ends there, and a draft may guess wrong.
         self.positions = positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -753,7 +643,6 @@ class CachedModel:
         self.cache.entries = masks_and_entries[len(self.windows) :]
         self.cache.slots = slots
         self.cache.visible = masks[0].shape[-1]
-        # By kind of layer, if there are several kinds.
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
         return self.model(input_ids=ids, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True).logits[0]
@@ -762,10 +651,9 @@ class CachedModel:
         """Moves the entries of these nodes, (depth,), to the first slots of their tree, in every layer."""
         self.store.index_copy_(2, self.slots[: len(path)], self.store.index_select(2, self.slots[path]))
 
-
 def attention_windows(model):
-    """Each kind of attention layer's sliding window, or None. Raises ValueError where a configuration tells
-    that no tree can be scored; the rest is told by `Decoder.probe`."""
+    """Each kind of attention layer's window, or None. Raises ValueError where the configuration rules out
+    trees; `Decoder.probe` tells the rest."""
     name = type(model).__name__
     _refuse(not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None,
             f"needs a language model as transformers loads it, not compiled and not its name; got {name}")
@@ -779,13 +667,11 @@ def attention_windows(model):
             or needed - inspect.signature(model.forward).parameters.keys(),
             f"{name} cannot verify a tree: each layer must have full or sliding attention by position")
     attention = model.config._attn_implementation
-    _refuse(attention not in ("eager", "sdpa"),
-            f"{name} with {attention} takes no tree: load it with attn_implementation='sdpa'")
+    _refuse(attention not in ("eager", "sdpa"), f"{name} with {attention} takes no tree, with sdpa it does")
     devices = {weight.device for weight in model.parameters()}
     _refuse(len(devices) > 1 and not hasattr(model, "offloaded"), f"{name} must be on one device: {devices}")
     window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
-
 
 def context_of(model):
     """The most tokens that a model can be fed. Beyond its short length longrope turns all earlier keys, too,
@@ -798,10 +684,7 @@ def context_of(model):
             return parameters["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
-
 # --- 6  Decoding --------------------------------------------------------------------------------------------
-
-
 class Step(NamedTuple):
     """What one step did."""
     tree: Tree
@@ -814,42 +697,35 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-
-# Processors shape the draft too: any draft is lossless, and one like the target is accepted more. These rule
-# out unlikely tokens, by the scores alone. What they cut from a draft only goes down by FAR_BELOW, as a token
-# outside the draft's nucleus can be in the target's.
+# Processors shape the draft too, as one like the target is accepted more. These cut unlikely tokens. What
+# they cut from a draft only goes down by FAR_BELOW: a token outside its nucleus can be in the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
 TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 # Processors that count on one call a token.
-WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# What tells `generate` to decode in another way or to return more than the text. A streamer it keeps to
-# itself: functools.partial gives one, as in section 9's `generate`.
+STATEFUL = (transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# Settings that ask for another decoding or output. A streamer comes by functools.partial (section 9).
 UNABLE = ("assistant_early_exit", "assistant_model", "constraints", "dola_layers", "force_words_ids",
           "output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "streamer", "use_mtp")
 # Arguments of a model that change no text.
-HARMLESS = ("attention_mask", "input_ids", "logits_to_keep", "use_cache")
-
+HARMLESS = {"attention_mask", "input_ids", "logits_to_keep", "use_cache"}
 
 class Decoder:
     """Decodes with a target and a draft, behind transformers' generate:
 
         target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
 
-    draft: a model over the same vocabulary. tree: a Tree; (size, depth), for the best tree of that shape; or
-    "auto", for the fastest with this pair on this machine. method: a name from METHODS, or a Method.
-    generator: the source of randomness, by default torch's own; ranks that share a target need theirs seeded
-    alike. on_step: called with each Step, from a text's second or third token on. cuda_graph: record the step
-    on a GPU. A Decoder keeps caches, plan and CUDA graph from text to text: the models must not change, and
-    one text is decoded at a time. Raises ValueError for models, a tree or a method that it cannot work with.
-    """
+    draft: a model of the same vocabulary. tree: a Tree; (size, depth), the best tree of that shape; or
+    "auto", the fastest for pair and machine. method: a name from METHODS, or a Method. generator: by default
+    torch's own; ranks that share a target seed theirs alike. on_step: called with each Step, from a text's
+    second or third token on. cuda_graph: record the step on a GPU. A Decoder keeps caches, plan and graph:
+    models must not change, and texts come one at a time. Raises ValueError for what it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
-        if draft is None and tree == "auto":
-            tree = NO_TREE
+        tree = NO_TREE if draft is None and tree == "auto" else tree
         _refuse(tree != "auto" and not isinstance(tree, Tree | tuple),
                 f"tree must be a Tree, (size, depth) or 'auto', got {tree!r}")
         self.given_method = METHODS.get(method, method)
@@ -871,16 +747,14 @@ class Decoder:
         self.probed = False
         self.in_use = threading.Lock()
         self.base, self.seed = torch.zeros(2, 1, dtype=torch.long, device=self.device)
-        # The root's token and node -1's.
         self.tokens = torch.zeros(2, dtype=torch.long, device=self.device)
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
-        """What `generate` calls: (rows, length) ids -> (rows, longer) ids, row by row, padded where a row has
-        ended; a limit of time is for all rows together. The stopping criteria are checked after every token.
-        The processors, for both models, must be functions of ids and scores, without memory. Raises
-        ValueError for what `generate` can be told and this cannot do, and for NaN logits; RuntimeError while
-        it decodes another text."""
+        """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
+        ended; a time limit is for all rows together. Stopping criteria are checked after every token.
+        Processors, for both models, must be functions of ids and scores, without memory. Raises ValueError
+        for NaN logits and requests that this cannot do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -918,11 +792,10 @@ class Decoder:
         settings = vars(config) | given
         unable = {name for name in UNABLE if settings.get(name)}
         # What generate has prepared itself, such as position_ids, is as it should be.
-        for name, value in given.get("kwargs", arguments).items():
-            if value is not None and name in arguments and name not in HARMLESS:
-                unable.add(name)
+        user_gave = {name for name, value in given.get("kwargs", arguments).items() if value is not None}
+        unable |= user_gave & arguments.keys() - HARMLESS
         if self.draft or len(ids) > 1:
-            unable |= {type(one).__name__ for one in processors if isinstance(one, WITH_MEMORY)}
+            unable |= {type(one).__name__ for one in processors if isinstance(one, STATEFUL)}
         _refuse(unable, f"unable to do {', '.join(sorted(unable))}")
         _refuse((config.num_beams or 1) > 1, "unable to do num_beams")
         _refuse(config.cache_implementation == "quantized", "unable to do a quantized cache")
@@ -950,14 +823,12 @@ class Decoder:
 
     @torch.inference_mode()
     def tokens_after(self, text, padding):
-        """The tokens after a text, (length,), one at a time, for as long as they are wanted. Its first
-        `padding` tokens are for the processors alone."""
+        """Yields the tokens after a text, (length,). Its first `padding` are for the processors alone."""
         logits = self.begin(text, padding)
         yield self.draw_root(logits[-1:])
         if not self.probed:
             yield self.probe(logits)
         while True:
-            # A draft does not go beyond its context.
             beyond = self.draft and len(self.text) >= self.draft.context
             self.use(NO_TREE if beyond else self.planner.next_tree())
             begun = time.perf_counter()
@@ -976,11 +847,9 @@ class Decoder:
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
         if self.method.shared_noise:
             self.seed.random_(generator=self.generator)
-        self.padding = text[:padding]
-        # The text up to node -1. The target has the entries of all of it. The root comes next: tokens[0].
-        self.text = text[padding:]
+        # The text up to node -1, of which the target has all entries. The root comes next: tokens[0].
+        self.padding, self.text = text[:padding], text[padding:]
         self.base.fill_(len(self.text))
-        # Whether the draft has them, too.
         self.draft_is_fed = False
         self.reserve(0)
         logits = self.target.feed(self.text, self.capacity)
@@ -991,8 +860,7 @@ class Decoder:
         return logits
 
     def reserve(self, nodes):
-        """Makes room for the text and so many nodes. Caches double; a graph that was recorded with smaller
-        ones is given up."""
+        """Makes room for the text and so many nodes. Caches double, which gives up a recorded graph."""
         needed = len(self.text) + nodes
         if needed > self.capacity:
             self.graph = None
@@ -1005,17 +873,15 @@ class Decoder:
         """Draws the token after the text, of logits (1, V): the root of the next tree."""
         if self.method.shared_noise:
             self.noise = shared_noise(self.seed, self.base - 1, self.vocabulary)
-        scores = self.scores(logits, slice(-1, None))
-        self.tokens[:1] = self.method.draw(scores, 1, self.generator)[:, 0]
+        self.tokens[:1] = self.method.draw(self.scores(logits, slice(-1, None)), 1, self.generator)[:, 0]
         return int(self.tokens[0])
 
     def probe(self, logits):
-        """A plain step that shows whether the target can be trusted with trees.
-
-        A model that masks by slot, or numbers positions its own way, would give another text without a word.
-        So the prompt's last tokens are scored again, in a tree with decoys beside them. They must score as in
-        the prompt's own pass (logits, (known, V)), but for rounding; else it is a ValueError. The new root,
-        at their end, is scored for the first time, so the step yields a token as any other."""
+        """A plain step that shows whether the target can be trusted with trees. One that masks by slot, or
+        numbers positions its own way, would give another text without a word. So the prompt's last tokens are
+        scored again, in a tree with decoys beside them. They must score as in the prompt's own pass (logits,
+        (known, V)), but for rounding; else it is a ValueError. The new root, at their end, is scored for the
+        first time, which yields a token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
@@ -1068,11 +934,9 @@ class Decoder:
         return step
 
     def program(self):
-        """One step on the device: (size + 3,), the last accepted node, the token after it, all tokens.
-
-        If `static`, its shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
-        layout = self.layout
-        tokens = self.tokens
+        """One step on the device: (size + 3,), the last accepted node, the token after it, all tokens. If
+        `static`, shapes are fixed and no value goes to the host: a CUDA graph can hold it."""
+        layout, tokens = self.layout, self.tokens
         models = self.models if layout.levels else [self.target]
         # 1. The tree takes its place behind the text.
         visible = self.capacity if self.static else len(self.text) + layout.tree.size
@@ -1093,13 +957,9 @@ class Decoder:
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
         logits = self.target.score(tokens, slice(layout.tree.size))                     # (size, V)
-
-        def target_scores(nodes):
-            return self.scores(logits[nodes], nodes)
-
         # 4. Verification finds the path to keep and the token after it.
-        node, token = self.method.verify_tree(
-            layout, tokens, target_scores, self.q, self.generator, self.static)
+        node, token = self.method.verify_tree(layout, tokens, lambda nodes: self.scores(logits[nodes], nodes),
+                                              self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
         token = torch.where((self.q.max() + logits.max()).isnan(), -1, token)
         report = torch.cat([node, token, tokens])
@@ -1114,8 +974,7 @@ class Decoder:
         return report
 
     def replay(self):
-        """The second step with a tree, which the first has warmed up, is recorded as a CUDA graph, to be
-        replayed until the tree changes or the cache grows. A model that cannot be recorded runs without."""
+        """Records a tree's second step as a CUDA graph, replayed until the tree or the capacity changes."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -1139,16 +998,14 @@ class Decoder:
         scores = logits.float()
         # A negative number cuts off what only the draft's vocabulary has.
         missing = self.vocabulary - logits.shape[1]
-        if missing:
-            scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT)
+        scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT) if missing else scores
         if self.reads_text:
-            # Each node has its own path, so they are asked about one by one.
             nodes_and_scores = zip(self.layout.offset[nodes], scores.split(1))
             scores = torch.cat([self.processed_after(node, row, draft) for node, row in nodes_and_scores])
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # By depth, (depth, V). Node -1, alone, has depth -1. A draft's nodes have one: a view will do.
+            # By depth, (depth, V). `draw_root` has one row, node -1's. A draft's nodes share one: a view.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1160,8 +1017,7 @@ class Decoder:
         if (text < 0).any():
             return scores
         # Some processors know the rows of the batch that they were made for.
-        processed = self.processed(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)
-        return processed[self.row, None]
+        return self.processed(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)[self.row, None]
 
     def processed(self, text, scores, draft):
         """Scores after a text, (rows, length), if they read one, as the processors shape them, (rows, V)."""
@@ -1172,7 +1028,6 @@ class Decoder:
             scores = shaped
         return scores
 
-
 def of_row(processor, row):
     """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
     if type(processor) is not PrefixConstrainedLogitsProcessor:
@@ -1180,23 +1035,18 @@ def of_row(processor, row):
     allowed = processor._prefix_allowed_tokens_fn
     return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
 
-
 def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
            cuda_graph=True, **rest):
-    """A Decoder made for one call: target.generate(**inputs, custom_generate=sequoia.decode, draft=draft).
-    draft, tree, method, generator, on_step, cuda_graph: a Decoder's. The rest is what `generate` prepares."""
+    """A Decoder made for one call, with a Decoder's options. The rest is what `generate` prepares."""
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
-
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
-
 # Acceptance rates before any evidence: a decent draft, a power law in the rank.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
 # The most nodes of a planned tree, and twice the levels of a binary tree with so many.
 LARGEST, DEEPEST = 256, 18
 # Noise only adds to a time. So a tree's time is the least of three steps with it, later of the last eight.
 FEW, MANY = 3, 8
-
 
 class Latency(NamedTuple):
     """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a draft pass."""
@@ -1207,14 +1057,12 @@ class Latency(NamedTuple):
     def of_step(self, size, depth):
         return np.interp(size, self.sizes, self.t) + (depth - 1) * self.c
 
-
 class Plan(NamedTuple):
     """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree."""
     tree: Tree
     tokens: float
     seconds: float
     speedup: float
-
 
 def plan(rates, latency):
     """The tree of n nodes on d levels that maximises G(n, d) / (t(n) + (d - 1) c), over all sizes up to the
@@ -1227,12 +1075,9 @@ def plan(rates, latency):
     best = np.unravel_index(pace.argmax(), pace.shape)
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
-
 class Planner:
     """Chooses a Decoder's trees. It measures while the first steps decode, then plans, and goes on learning.
-
-    shape: a Decoder's tree: a Tree, which is taken as it is, (size, depth) or "auto". plan: the Plan in use,
-    if "auto" has made one."""
+    shape: as a Decoder's tree; a Tree is taken as it is. plan: the Plan in use, if "auto" has made one."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1240,8 +1085,7 @@ class Planner:
         # How often the k-th children of nodes on a level were tried, and accepted: (levels, ranks) each.
         self.tried, self.accepted = np.zeros((2, 4, len(self.prior)))
         self.plan = None
-        # For how many steps it does not measure anew.
-        self.patience = 0
+        self.patience = 0        # for how many steps it does not measure anew
         self.measure_anew()
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
@@ -1250,19 +1094,16 @@ class Planner:
     def measure_anew(self):
         # The steps since, and the number of steps from which on it plans again, 0 while it measures.
         self.steps = self.due = 0
-        # By tree: the times of the last steps with it.
-        self.seconds = {}
-        # The trees to be timed. A decent one comes first: the text is being decoded already. The third has as
-        # many nodes as the first, and takes four draft passes more. `planned` appends others.
+        self.seconds = {}        # by tree: the times of the last steps with it
+        # Trees to time, a decent one first. The third has as many nodes, but takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
-        """The tree for the next step."""
         if isinstance(self.shape, Tree):
             return self.shape
         if self.shape == "auto":
             if 0 < self.due <= self.steps:
-                # The check in `learn` cannot reveal a wrong c: the two trees that give it are timed again.
+                # `learn` checks the planned tree alone, not c: the two trees that give c are timed again.
                 del self.seconds[self.trials[0]], self.seconds[self.trials[2]]
                 self.due = 0
             for tree in self.trials:
@@ -1305,8 +1146,7 @@ class Planner:
         return Latency(sorted(t), [t[size] for size in sorted(t)], c)
 
     def learn(self, step, seconds):
-        """Takes in what a step has shown: which children a walk to its end would have tried, and its time, or
-        None if that does not count."""
+        """Learns from a step: which children a walk to its end tries, and its seconds, None if uncounted."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1323,8 +1163,7 @@ class Planner:
         times = [*self.seconds.get(step.tree, ()), seconds][-MANY:]
         self.seconds[step.tree] = times
         if self.plan and len(times) == MANY and step.tree == self.plan.tree:
-            # The machine has changed its speed, or the forecast was wrong. On a machine that is never steady
-            # measuring takes no more than a part of the time.
+            # The machine's speed has changed or the forecast was wrong. Patience keeps measuring rare.
             if not 0.7 < min(times) / self.plan.seconds < 1.4 and self.steps >= self.patience:
                 self.measure_anew()
                 self.patience = 200
@@ -1343,27 +1182,21 @@ class Planner:
             rows.append(when_tried * is_tried)
         return np.stack(rows)
 
-
 # --- 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
-
-
 def packable_dtypes():
-    """The dtypes whose products oneDNN, the CPU's matrix library, can pack here. Its operators are private to
-    torch, so some builds have none."""
+    """The dtypes that oneDNN, the CPU's matrix library, can pack: some builds lack its private operators."""
     needed = ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return ()
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
 
-
 def packed_product(x, weight, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
-
-def pack_linear(layer, rows):
-    """Lays out a linear layer's weight for passes over about `rows` tokens."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, rows)
+def pack_linear(layer):
+    # For passes over about 16 tokens.
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, 16)
     # A trace cannot take the empty list in the product, a script can.
     product = torch.jit.script(packed_product)
     # This frees the old weight, unless an embedding shares it.
@@ -1371,19 +1204,16 @@ def pack_linear(layer, rows):
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
-
 @torch.no_grad()
-def pack(model, rows=16):
-    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and records
-    its pass. Recording halves a small model's time. Numbers change by rounding.
+def pack(model):
+    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and records
+    its pass, which halves a small model's time. It cannot be trained, saved, loaded or used by two threads at
+    once any more. On a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is. Raises
+    ValueError if it cannot verify a tree, or packing changes its numbers by more than rounding.
 
-    It cannot be trained, saved, loaded or used by two threads at once any more. On a GPU, offloaded, or of a
-    dtype that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree.
-
-    A recording is a TorchScript trace: the model runs once, and later only the operators that it called run,
-    without Python. What Python decided in that run, such as a mixture's experts or some rotary embeddings'
-    angles, is decided for good. So the recording must equal the packed model bit for bit on other inputs,
-    else it is given up; and the packed model must equal the one that came, within rounding."""
+    A recording is a TorchScript trace: only the operators that one run called run again, without Python. What
+    Python decided in that run, such as a mixture's experts or some rotary embeddings' angles, is decided for
+    good. So a recording must equal the packed model bit for bit on other inputs, else it is given up."""
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
@@ -1402,21 +1232,20 @@ def pack(model, rows=16):
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(cached.forward))
-    # The trace's module. It holds the packed weights: of oneDNN's tensors a trace makes no constants.
+    # The module to trace. It holds the packed weights as buffers: oneDNN's tensors cannot be constants.
     recording = nn.Module()
     recording.forward = cached.forward
     for i, layer in enumerate(model.modules()):
         if type(layer) is nn.Linear:
-            pack_linear(layer, rows)
+            pack_linear(layer)
             recording.register_buffer(f"weight_{i}", layer.weight)
     packed = outputs(cached.forward)
     _refuse(not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm(),
             f"oneDNN gives other numbers for {type(model).__name__}: load it anew, and do not pack it")
-    # Kept if there is no recording.
     model.recorded = cached.forward
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            frozen = torch.jit.freeze(torch.jit.trace(recording.eval(), examples[0], check_trace=False))
+    # A model of which there is no trace, or no equal one, runs packed.
+    with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings(action="ignore"):
+        frozen = torch.jit.freeze(torch.jit.trace(recording.eval(), examples[0], check_trace=False))
 
         def recorded(*inputs):
             # Else it would be optimised anew for every new shape.
@@ -1425,25 +1254,18 @@ def pack(model, rows=16):
 
         if all(map(torch.equal, outputs(recorded), packed)):
             model.recorded = recorded
-    except (RuntimeError, AttributeError):
-        # There is no trace of this model. It runs packed.
-        pass
     return model
-
 
 @torch.no_grad()
 def offload(model, device, resident=0):
-    """Moves a model to a device, in place, for a target larger than the device. The weights of its decoder
-    layers, but for the first `resident` ones, stay in host memory, pinned for a GPU. While a layer is
-    computed from a copy on the device, the next layer is copied: the device holds two copies. Such a model
-    cannot be used by two threads at once."""
+    """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
+    first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
+    device, the next is copied: the device holds two. Two threads cannot use it at once."""
     cuda = torch.device(device).type == "cuda"
     layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))[resident:]
     stream = torch.cuda.Stream(device) if cuda else None
-    # By weight of these layers: what stays in host memory.
-    host = {}
-    # By layer: the copies of its weights on the device.
-    copies = {}
+    host = {}            # by weight of these layers: what stays in host memory
+    copies = {}          # by layer: the copies of its weights on the device
 
     def copy(layer):
         return {weight: host[weight].to(device, non_blocking=True, copy=True)
@@ -1455,8 +1277,8 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # After this nothing runs: that copy is here, layer i - 1 is computed, and its memory is free again,
-        # although one stream filled it and another read it.
+        # After this nothing runs: that copy is here, and what layer i - 1 gave back may be filled again,
+        # whichever stream used it.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
@@ -1464,49 +1286,38 @@ def offload(model, device, resident=0):
         with torch.cuda.stream(stream):
             copies[following] = copy(layers[following])
 
-    def after(layer, *_):
-        give(layer, host)
-
     for i, layer in enumerate(layers):
         for weight in layer.parameters():
             host[weight] = weight.data.pin_memory() if cuda else weight.data
             weight.data = host[weight]
         layer.register_forward_pre_hook(functools.partial(before, i))
-        layer.register_forward_hook(after)
+        layer.register_forward_hook(lambda layer, *_: give(layer, host))
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in host:
             tensor.data = tensor.data.to(device)
     model.offloaded = True
     return model.eval().requires_grad_(False)
 
-
 # --- 9  Front doors: generate, and the command line ---------------------------------------------------------
-
-
 def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_strings=None,
              stopping_criteria=(), **kwargs):
-    """`target.generate(input_ids, custom_generate=decode, draft=draft, ...)` with what transformers does not
-    pass on to a custom loop: a streamer, and stop_strings with their tokenizer."""
-    criteria = StoppingCriteriaList(stopping_criteria)
+    """`target.generate` by `decode`, with what transformers keeps from it: a streamer, and stop_strings."""
+    criteria = transformers.StoppingCriteriaList(stopping_criteria)
     if stop_strings:
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
     return target.generate(input_ids, draft=draft, stopping_criteria=criteria,
                            custom_generate=functools.partial(decode, streamer=streamer), **kwargs)
 
-
 TINY = Path(__file__).parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
-# Which of torchrun's processes this is, and how many there are.
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EXAMPLES = """examples:
   python sequoia.py --prompt "import os" --temperature 0 --explain
   python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt"""
 
-
 def arguments(argv):
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description="Decodes text as the target would, faster.", epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("sequoia.py", description="Decodes text as the target would, faster.",
+                                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
@@ -1515,12 +1326,9 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens with this probability together, 0 to 1 (all)")
     add("--top-k", type=int, help="keep so many likeliest tokens (all)")
-    add("--seed", type=int, default=0,
-        help="the same seed and tree give the same text; with --method gumbel any tree (%(default)s)")
+    add("--seed", type=int, default=0, help="names the text, with --method gumbel for any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
-    add("--tree", type=tree_shape, default="auto",
-        help="auto (the fastest for pair and machine), SIZExDEPTH (the best of so many nodes and levels) or "
-             "none, which is plain decoding (%(default)s)")
+    add("--tree", type=tree_shape, default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
         help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
@@ -1528,14 +1336,12 @@ def arguments(argv):
     add("--explain", action="store_true", help="draw each step's tree, the accepted path in [brackets]")
     return parser.parse_args(argv)
 
-
 def tree_shape(spec):
-    """What a Decoder takes, for a tree described as auto, SIZExDEPTH or none."""
+    """What a Decoder takes, for a tree described as auto, NODESxLEVELS or none."""
     if spec in ("auto", "none"):
         return NO_TREE if spec == "none" else spec
     size, depth = spec.split("x")
     return int(size), int(depth)
-
 
 def read(kind, name, **kwargs):
     """`kind.from_pretrained(name)`, of which all errors, and damaged files raise any, become a ValueError."""
@@ -1545,31 +1351,23 @@ def read(kind, name, **kwargs):
         raise ValueError(f"cannot load {name} (no network, wrong name, damaged files?): "
                          f"{type(error).__name__} {error}") from error
 
-
 def load(name, args, large=False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
     ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
     sharded = large and RANKS > 1
     offloaded = large and args.offload
     mapped = offloaded and args.device == "cpu"
-    distributed = None
-    if sharded:
-        # Imported here, as it takes most of a second.
-        from transformers.distributed import DistributedConfig
-        distributed = DistributedConfig(tp_size=RANKS)
-    fast = args.device != "cpu" or torch.bfloat16 in packable_dtypes()
-    dtype = "bfloat16" if fast else "float32"
-    if mapped:
-        # Weights that keep their files' dtype are mapped, and the system pages them in and out.
-        dtype = "auto"
-    model, found = read(AutoModelForCausalLM, name, dtype=args.dtype or dtype, output_loading_info=True,
+    distributed = transformers.distributed.DistributedConfig(tp_size=RANKS) if sharded else None
+    usual = "bfloat16" if args.device != "cpu" or torch.bfloat16 in packable_dtypes() else "float32"
+    # Weights that keep their files' dtype are mapped, and the system pages them in and out.
+    dtype = args.dtype or ("auto" if mapped else usual)
+    model, found = read(AutoModelForCausalLM, name, dtype=dtype, output_loading_info=True,
                         ignore_mismatched_sizes=True, distributed_config=distributed)
     lost = [*found["missing_keys"], *found["mismatched_keys"]]
     _refuse(lost, f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
     if offloaded and not mapped:
         return offload(model, args.device)
     return model if sharded or mapped else pack(model.to(args.device))
-
 
 def load_tokenizer(args):
     """The target's tokenizer. The draft's must have the same tokens, but for added special ones."""
@@ -1583,13 +1381,10 @@ def load_tokenizer(args):
         warnings.warn("the tokenizers differ in added special tokens, which the draft will not guess")
     return target
 
-
 def decode_prompt(args):
-    """Loads, decodes, prints."""
     tokenizer = load_tokenizer(args)
-    text = args.prompt
-    if text.startswith("@"):
-        text = Path(text[1:]).read_text(encoding="utf-8")
+    from_file = args.prompt.startswith("@")
+    text = Path(args.prompt[1:]).read_text(encoding="utf-8") if from_file else args.prompt
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
     draft = None if args.tree == NO_TREE else load(args.draft, args)
     target = load(args.target, args, large=True)
@@ -1606,8 +1401,7 @@ def decode_prompt(args):
 
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator, on_step)
-    # Rank 0 prints the text. Errors are any rank's.
-    streamer = None if args.explain or RANK else TextStreamer(tokenizer)
+    streamer = None if args.explain or RANK else transformers.TextStreamer(tokenizer)
     begun = time.perf_counter()
     out = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0,
@@ -1621,24 +1415,19 @@ def decode_prompt(args):
     if RANKS > 1:
         torch.distributed.destroy_process_group()
 
-
 def summarise(args, decoder, steps, count, seconds):
     """Says on standard error what a text of `count` tokens cost."""
-    per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
-    seed = f", seed {args.seed}" if args.temperature else ""
-    names = [type(one).__name__ for one in decoder.processors]
-    lines = [
-        f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
-        f"{count / seconds:.1f} a second",
-        f"tree {decoder.layout.tree.size}x{decoder.layout.tree.depth}, method {args.method}, temperature "
-        f"{args.temperature:g}{seed}, {decoder.target.model.dtype} on {args.device}",
-        f"logits processors, those of the target's generation config included: {names}"]
+    say = functools.partial(print, file=sys.stderr)
+    tree = decoder.layout.tree
     found = decoder.planner.plan
+    seed = f", seed {args.seed}" if args.temperature else ""
+    per_step = sum(len(step.tokens) for step in steps) / max(1, len(steps))
+    say(f"\ntokens {count}, steps {len(steps)}, seconds {seconds:.1f}: {per_step:.2f} tokens a step, "
+        f"{count / seconds:.1f} a second\ntree {tree.size}x{tree.depth}, method {args.method}, temperature "
+        f"{args.temperature:g}{seed}, {decoder.target.model.dtype} on {args.device}")
+    say("logits processors, the target's own included:", [type(one).__name__ for one in decoder.processors])
     if found:
-        lines.append(f"plan, from measured times: {found.tokens:.2f} tokens a step, "
-                     f"{found.speedup:.2f} times plain decoding")
-    print("\n".join(lines), file=sys.stderr)
-
+        say(f"plan, from measured times: {found.tokens:.2f} tokens a step, {found.speedup:.2f} times no tree")
 
 def main(argv=None):
     """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
@@ -1656,7 +1445,6 @@ def main(argv=None):
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
         print(f"sequoia.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
 
 if __name__ == "__main__":
     sys.exit(main())
