@@ -3,8 +3,9 @@
 A small draft model proposes a tree of tokens. The target model scores all of it in one forward pass. A
 verification rule keeps one path, so that every token has exactly the target's distribution. A target bound by
 memory reads its weights once a step, for one token or for sixty-four. So more tokens a step are a gain, but
-for a draft pass of c seconds for each level below the root, and slower target passes beyond some size. With
-t(n) seconds for the rest of a step of n nodes on d levels, the speedup is F(T) t(1) / (t(n) + (d - 1) c).
+for a draft pass of c seconds for each level below the root, and slower target passes beyond some size. If a
+tree T of n nodes on d levels yields F(T) tokens a step, and a step takes t(n) + (d - 1) c seconds, decoding
+is F(T) t(1) / (t(n) + (d - 1) c) times as fast.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -167,7 +168,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on the rates repeat: once one more level changes no entry of G, none ever will.
+    # From level `bottom` on rates repeat, so G of d levels fixes G of d + 1: once equal, equal for ever.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -236,7 +237,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: in the race below a token of probability
-    p wins where its -log u is about p. With 53 bits that can be 1e-16, with 24 only 6e-8: rarer ones lose."""
+    p wins if -log u is below p or so. The least is 1e-16 in 53 bits, 6e-8 in 24: rarer tokens never win."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -281,8 +282,8 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
-# rejection the residual, the same whichever token was rejected, takes the place of P, and the draft without
-# that token that of Q. By induction the other children yield the residual, so with the first all yield P.
+# rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
+# replaces Q. By induction the other children yield the residual, which is what the first leaves of P.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -329,10 +330,10 @@ def ratios_of_spectr(P, q, tokens):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
-    Choose rho so that 1 - (1 - beta)^k = rho beta: then t is accepted with min(P[t], rho Q[t]) in all, and
-    max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right one,
-    the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since k
-    tries accept with k beta at most. So bisection finds rho."""
+    Choose rho so that 1 - (1 - beta)^k = rho beta: times t's share, t is accepted with min(P[t], rho Q[t]),
+    and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
+    one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since
+    k tries accept with k beta at most. So bisection finds rho."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -370,7 +371,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: accepted with all ancestors, the root aside. Of bools a >= b says: if b, then a.
+            # Reached: it and all ancestors, the root aside, are accepted. Of bools a >= b says: if b, then a.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -395,10 +396,12 @@ class Matching(Method):
     `sample_without_replacement`), so a text is exact if no two of its positions use the same noise. Seed and
     position name the noise, so a seed names a text, whatever the tree, the draft or the speed, but for
     rounding. The draft adds the same noise, so its likeliest children are often right. Algorithm 2 cannot
-    share: noise that drew a token is not uniform once that is known, and so no judge of it. Here nothing is
-    judged: the target's scores and the noise alone choose the token. What it costs: with d = sum |P - Q| / 2
-    one child is accepted with probability (1 - d) / (1 + d) at least (its paper has the proof), where
-    Algorithm 2 has 1 - d."""
+    share: as a judge the noise that chose a token would favour it. Here nothing is judged: the target's
+    scores and the noise alone choose the token.
+
+    What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
+    is first for both models if all other E_j / E_i > r_j = max(P_j / P_i, Q_j / Q_i), with the probability
+    1 / sum r, at least min(P_i, Q_i) / sum max(P, Q). Summed over i this is (1 - d) / (1 + d)."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -415,21 +418,22 @@ class Traversal(Method):
 
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
-    where a is its parent's mass by then, the root's being 1. Given the tokens down to a node, and that all
-    tried before it was rejected, its mass is the chance that the path ends at it or below.
+    where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
+    at it or below, given its token, those above it, and that all tried before it and its subtree failed.
 
-    As t is drawn from D, a child takes min(a R, D) of a R on average over t and leaves max(a R - D, 0), in
-    all `left`. So it is accepted with a - left. If neither it nor a node below is, its parent is left with
+    What a failure leaves. Over all t, drawn from D, a child accounts for min(a R, D) of a R, and max(a R - D,
+    0) remains, in all `left`. So the path ends at the child or below with a - left. If not, its parent has
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
-    with which the next sibling is tried, from D without the rejected token, and at last the parent itself.
-    Together the path ends at the parent or below with (a - left) + left = a, its mass. The token after it is
-    t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it. The root's mass stays 1.
+    with which the next sibling is tried, from D without the failed token, and at last the parent itself. In
+    all, the path ends at the parent or below with (a - left) + (1 - (a - left)) * its new mass = a, and the
+    token after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it.
 
-    On a chain a mass, min(a ratio, 1), is at least the walk's chance to reach the node, a' min(ratio, 1), as
-    a is at least a'. The tokens are on average the sum of the masses, so traversal never yields fewer. On a
-    tree that branches it mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
+    On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
+    min(m r, 1), and the walk reaches it with w min(r, 1). As m >= w at the root, so it is everywhere. The
+    tokens are on average the sum of these, so traversal never yields fewer. On a tree that branches it mostly
+    yields more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
@@ -476,12 +480,7 @@ GREEDY = Matching(most_likely, draw=most_likely)     # at temperature 0, whateve
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children a row from the draft's Q and verifies them against the target's P, (rows, V) each.
     Returns (rank, token), (rows,) each: the accepted child's rank or -1, and the token, distributed exactly
-    as P. Raises ValueError for an unknown method, k outside 1 .. V and rows that are no probabilities.
-
-    >>> P, Q = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3]])
-    >>> rank, token = sample_and_verify(P.expand(100_000, 3), Q.expand(100_000, 3), k=2)
-    >>> bool(((token.bincount() / 100_000 - P).abs() < 0.01).all())
-    True"""
+    as P. Raises ValueError for an unknown method, k outside 1 .. V and rows that are no probabilities."""
     both = torch.stack([P, Q]).double()
     # Rows of bfloat16 sum to 1 but for their own rounding.
     fine = both.min() >= 0 and ((both.sum(dim=2) - 1).abs() < 1e-2).all()
@@ -511,8 +510,8 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
 # prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
-# never fed it, so the draft is always fed node -1 again, with the root. It is the root's parent, -1, and
-# stands where Python finds index -1: at the end of tokens, slots, positions and mask rows, size + 1 of each.
+# never fed it. So the draft is always fed it with the root, else harmlessly twice. It is the root's parent,
+# -1, and stands where Python finds index -1: at the end of tokens, slots, positions and mask rows, size + 1.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the tree drawn above: the root's, nodes 1 and 2's."""
@@ -549,10 +548,10 @@ class Layout:
         children = table([torch.tensor(children or [-1]) for children in tree.children])
         self.children = children.to(device)                                             # (size, most)
         self.no_child = self.children < 0
-        # Each node after all that is below it, by ranks.
+        # Each node after all that is below it: sorted by its path, which `size` ends.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1, whose entry is moved to beyond the path, where none reads it.
+        # From the root to each node, then -1: `move` puts its entry beyond the path, where none reads it.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -615,7 +614,7 @@ class CachedModel:
         self.slots = base + layout.offset                                                # (size + 1,)
         positions = base + layout.depth
         slots = torch.arange(visible, device=base.device)
-        # Which node each slot holds. -1 stands for all of the text here, `size` for what is beyond the tree.
+        # Which node each slot holds: as a column, -1 is all of the text, and `size` what is beyond the tree.
         node = (slots - base).clamp(-1, layout.tree.size)
         self.masks = []
         for window in self.windows.values():
@@ -624,7 +623,7 @@ class CachedModel:
                 position = torch.where(node < 0, slots, positions[node])
                 seen = seen & (positions[:, None] - position < window)
             self.masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
-        # Nodes beyond the context share its last position: the text ends there, and a draft may guess wrong.
+        # Nodes beyond the context share its last position: a target's text ends there, a draft only guesses.
         self.positions = positions.clamp(max=self.context - 1)
 
     def score(self, tokens, nodes):
@@ -648,7 +647,7 @@ class CachedModel:
                           past_key_values=self.cache, use_cache=True).logits[0]
 
     def move(self, path):
-        """Moves the entries of these nodes, (depth,), to the first slots of their tree, in every layer."""
+        """Copies these nodes' entries, (depth,), aside, then to the tree's first slots, in all layers."""
         self.store.index_copy_(2, self.slots[: len(path)], self.store.index_select(2, self.slots[path]))
 
 def attention_windows(model):
@@ -697,8 +696,8 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-# Processors shape the draft too, as one like the target is accepted more. These cut unlikely tokens. What
-# they cut from a draft only goes down by FAR_BELOW: a token outside its nucleus can be in the target's.
+# Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
+# the target is accepted more. What these cut from it goes down by FAR_BELOW only: the target may have it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -786,7 +785,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # The arguments of `generate`, which does not hand over all of them: the caller that has such a one.
+        # The arguments of `generate`, which hands over only some: the caller that has an assistant_model.
         callers = [caller.frame.f_locals for caller in inspect.stack(0)]
         given = next((names for names in callers if "assistant_model" in names), {})
         settings = vars(config) | given
@@ -870,7 +869,7 @@ class Decoder:
             self.capacity = capacity
 
     def draw_root(self, logits):
-        """Draws the token after the text, of logits (1, V): the root of the next tree."""
+        """Draws the token after node -1, from logits (1, V): the root of the next tree."""
         if self.method.shared_noise:
             self.noise = shared_noise(self.seed, self.base - 1, self.vocabulary)
         self.tokens[:1] = self.method.draw(self.scores(logits, slice(-1, None)), 1, self.generator)[:, 0]
@@ -952,7 +951,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Below a child that does not exist there is none either.
+        # Nor is there a node below a child that does not exist. Node -1 meets column `size`, all False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1076,8 +1075,9 @@ def plan(rates, latency):
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 class Planner:
-    """Chooses a Decoder's trees. It measures while the first steps decode, then plans, and goes on learning.
-    shape: as a Decoder's tree; a Tree is taken as it is. plan: the Plan in use, if "auto" has made one."""
+    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. It plans again when
+    it has seen twice as many steps, and times all anew when steps do not take what the plan says. shape: as a
+    Decoder's tree; a Tree is taken as it is. plan: the Plan in use, if "auto" has made one."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1092,8 +1092,8 @@ class Planner:
             optimal_tree(self.prior, *shape)
 
     def measure_anew(self):
-        # The steps since, and the number of steps from which on it plans again, 0 while it measures.
-        self.steps = self.due = 0
+        self.steps = 0           # since then
+        self.due = 0             # the number of steps from which on it plans again, 0 while it measures
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has as many nodes, but takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
@@ -1173,7 +1173,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # A child's chance by the chance that those before it are rejected.
+        # A child's chance, divided by the chance that it is tried, those before it being rejected.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1211,9 +1211,10 @@ def pack(model):
     once any more. On a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is. Raises
     ValueError if it cannot verify a tree, or packing changes its numbers by more than rounding.
 
-    A recording is a TorchScript trace: only the operators that one run called run again, without Python. What
-    Python decided in that run, such as a mixture's experts or some rotary embeddings' angles, is decided for
-    good. So a recording must equal the packed model bit for bit on other inputs, else it is given up."""
+    A recording is a TorchScript trace: the operators that one run called, to run on other tensors, of other
+    lengths too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
+    embeddings' angles, is decided for good. So a recording must equal the packed model bit for bit on other
+    inputs, else it is given up."""
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
@@ -1277,8 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # After this nothing runs: that copy is here, and what layer i - 1 gave back may be filled again,
-        # whichever stream used it.
+        # Waits for both streams: layer i is copied, layer i - 1 computed, so its copy's memory may be reused.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
