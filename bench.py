@@ -276,7 +276,8 @@ def chances_of(method, P, q, tokens):
     if isinstance(method, sequoia.Matching):
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)
-    return in_turn(method.ratios(P, q, tokens)[0].clamp(max=1))
+    noise = torch.full(tokens.shape, math.inf, dtype=P.dtype, device=P.device)
+    return in_turn(method.ratios(P, q, tokens, noise)[0].clamp(max=1))
 
 
 def in_turn(ratios):

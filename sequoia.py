@@ -130,8 +130,7 @@ def sequences(k, length):
 
 def k_ary(k, depth):
     """The full tree of `depth` levels: every node above the last level has `k` children."""
-    inner = sum(k**level for level in range(depth - 1))
-    return Tree([-1] + [child // k for child in range(inner * k)])
+    return Tree([-1] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
 
 # --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
 def expected_tokens(tree, acceptance_rates):
@@ -168,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G of d levels fixes G of d + 1: once equal, equal for ever.
+    # From level `bottom` on rates repeat, and one map leads from G of d levels to d + 1: once equal, always.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -237,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: in the race below a token of probability
-    p wins if -log u is below p or so. The least is 1e-16 in 53 bits, 6e-8 in 24: rarer tokens never win."""
+    p wins if -log u is below p or so. It is at least 1e-16 in 53 bits, 6e-8 in 24: rarer ones never win."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -303,34 +302,37 @@ def verify_one_node(P, Q, tokens, noise):
         D = D / D.sum()
     return -1, R
 
-# From here on a row is a node: P and scores q (rows, V), tokens (rows, k) -> ratios (rows, k), residual
-# (rows, V). The draft stays scores: probabilities could underflow once the tried tokens are removed. A child
-# that does not exist, as a node has fewer or processors rule out the rest, has token -1 and ratio 0.
+# From here on a row is a node: P and scores q (rows, V), tokens and noise (rows, k) -> ratios (rows, k),
+# residual (rows, V). The draft stays scores: probabilities could underflow once the tried tokens are removed.
+# A child that does not exist, as a node has fewer or processors rule out the rest, has token -1 and ratio 0.
 
 def normalise(left, otherwise):
     """What is left of a target, as a distribution, (rows, V); `otherwise` where rounding leaves nothing."""
     total = left.sum(dim=1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)
 
-def ratios_in_turn(P, q, tokens, replacement=False):
+def ratios_in_turn(P, q, tokens, noise, replacement=False):
     """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer."""
     R = P
-    ratios = []
-    for s in tokens.split(1, dim=1):
+    ratios = torch.zeros_like(noise)
+    for i, s in enumerate(tokens.split(1, dim=1)):
         exists = s >= 0                                                                         # (rows, 1)
         s = s.clamp(min=0)
         D = q.softmax(dim=1)
-        ratios.append(torch.where(exists, R.gather(1, s) / D.gather(1, s), 0))
+        ratios[:, i : i + 1] = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
+        # A CPU can look whether every row has accepted, and save the rest.
+        if P.is_cpu and (noise < ratios).any(dim=1).all():
+            break
         R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
         q = q if replacement else q.scatter(1, s, RULED_OUT)
-    return torch.cat(ratios, dim=1), R
+    return ratios, R
 
-def ratios_of_spectr(P, q, tokens):
+def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
-    Choose rho so that 1 - (1 - beta)^k = rho beta: times t's share, t is accepted with min(P[t], rho Q[t]),
+    Choose rho so that 1 - (1 - beta)^k = rho beta: times t's share this is min(P[t], rho Q[t]), t's chance,
     and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
     one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since
     k tries accept with k beta at most. So bisection finds rho."""
@@ -357,9 +359,10 @@ class Method:
 
     def verify(self, p, q, tokens, generator=None):
         """Scores p, q (rows, V), tokens (rows, k) -> accepted rank or -1, (rows,), residual's scores."""
-        ratios, residual = self.ratios(p.softmax(dim=1), q, tokens)
+        noise = uniform(tokens, generator)
+        ratios, residual = self.ratios(p.softmax(dim=1), q, tokens, noise)
         # The maximum of bools is found at the first that is true.
-        accepted, rank = (uniform(tokens, generator) < ratios).max(dim=1)
+        accepted, rank = (noise < ratios).max(dim=1)
         return torch.where(accepted, rank, -1), residual.log()
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
@@ -371,9 +374,9 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: it and all ancestors, the root aside, are accepted. Of bools a >= b says: if b, then a.
+            # Reached: accepted with all ancestors (>= of bools: the right implies the left), a path of nodes.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
-            node = torch.where(reached, layout.depth[:-1], -1).argmax(dim=0, keepdim=True)
+            node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
         # As scores. Before any rejection all of the target is left.
@@ -396,8 +399,8 @@ class Matching(Method):
     `sample_without_replacement`), so a text is exact if no two of its positions use the same noise. Seed and
     position name the noise, so a seed names a text, whatever the tree, the draft or the speed, but for
     rounding. The draft adds the same noise, so its likeliest children are often right. Algorithm 2 cannot
-    share: as a judge the noise that chose a token would favour it. Here nothing is judged: the target's
-    scores and the noise alone choose the token.
+    share: its test needs a uniform number whichever token was proposed, and noise that has proposed a token
+    is no longer uniform. Here nothing is tested: the target's scores and the noise alone choose the token.
 
     What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
     is first for both models if all other E_j / E_i > r_j = max(P_j / P_i, Q_j / Q_i), with the probability
@@ -419,7 +422,7 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, given its token, those above it, and that all tried before it and its subtree failed.
+    at it or below, given its token, those above it, and that all tried before its subtree failed.
 
     What a failure leaves. Over all t, drawn from D, a child accounts for min(a R, D) of a R, and max(a R - D,
     0) remains, in all `left`. So the path ends at the child or below with a - left. If not, its parent has
@@ -458,7 +461,7 @@ class Traversal(Method):
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
                 R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left the mass is 0. But where a is 1 this is 0 / 0, and 1 stays.
+                # Subtle: where nothing is left the mass is 0. At a = 1 that is 0 / 0, but the root must end.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -482,7 +485,6 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     Returns (rank, token), (rows,) each: the accepted child's rank or -1, and the token, distributed exactly
     as P. Raises ValueError for an unknown method, k outside 1 .. V and rows that are no probabilities."""
     both = torch.stack([P, Q]).double()
-    # Rows of bfloat16 sum to 1 but for their own rounding.
     fine = both.min() >= 0 and ((both.sum(dim=2) - 1).abs() < 1e-2).all()
     _refuse(not fine or method not in METHODS or not 1 <= k <= P.shape[1],
             f"needs rows of probabilities, k from 1 to V and a method of {', '.join(METHODS)}")
@@ -685,7 +687,6 @@ def context_of(model):
 
 # --- 6  Decoding --------------------------------------------------------------------------------------------
 class Step(NamedTuple):
-    """What one step did."""
     tree: Tree
     node_tokens: list        # (size,) each node's token, the root's first; -1 for a child that does not exist
     path: list               # the accepted nodes below the root, in order
@@ -697,7 +698,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. What these cut from it goes down by FAR_BELOW only: the target may have it.
+# the target is accepted more. A token that these cut from it goes down by FAR_BELOW: last, but acceptable.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -786,8 +787,10 @@ class Decoder:
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
         # The arguments of `generate`, which hands over only some: the caller that has an assistant_model.
-        callers = [caller.frame.f_locals for caller in inspect.stack(0)]
-        given = next((names for names in callers if "assistant_model" in names), {})
+        caller = inspect.currentframe().f_back
+        while caller and "assistant_model" not in caller.f_code.co_varnames:
+            caller = caller.f_back
+        given = dict(caller.f_locals) if caller else {}
         settings = vars(config) | given
         unable = {name for name in UNABLE if settings.get(name)}
         # What generate has prepared itself, such as position_ids, is as it should be.
@@ -979,7 +982,6 @@ class Decoder:
             try:
                 if self.generator is not None:
                     graph.register_generator_state(self.generator)
-                # A capture takes place on the current device.
                 with torch.cuda.device(self.device), torch.cuda.graph(graph):
                     self.report = self.program()
             except RuntimeError as error:
@@ -1004,7 +1006,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # By depth, (depth, V). `draw_root` has one row, node -1's. A draft's nodes share one: a view.
+            # By depth, (depth, V); in `draw_root` node -1's alone. A draft's nodes share one: a view will do.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1093,7 +1095,7 @@ class Planner:
 
     def measure_anew(self):
         self.steps = 0           # since then
-        self.due = 0             # the number of steps from which on it plans again, 0 while it measures
+        self.due = 0             # it plans again at so many steps; 0 until all trials are timed
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has as many nodes, but takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
@@ -1109,7 +1111,6 @@ class Planner:
             for tree in self.trials:
                 if len(self.seconds.get(tree, ())) < FEW:
                     return tree
-        # Planned again when as much again has been seen.
         if self.steps >= self.due:
             self.due = max(32, 2 * self.steps)
             self.tree = self.planned() if self.shape == "auto" else optimal_tree(self.rates(), *self.shape)
@@ -1184,18 +1185,17 @@ class Planner:
 
 # --- 8  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
 def packable_dtypes():
-    """The dtypes that oneDNN, the CPU's matrix library, can pack: some builds lack its private operators."""
-    needed = ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight")
-    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
+    """The dtypes that oneDNN, the CPU's matrix library, can pack. A build without it has no such operator."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return ()
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+    both = (torch.float32, torch.bfloat16)
+    return both if torch.ops.mkldnn._is_mkldnn_bf16_supported() else both[:1]
 
 def packed_product(x, weight, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 def pack_linear(layer):
-    # For passes over about 16 tokens.
+    # In the order in which oneDNN reads it, for passes over about 16 tokens.
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, 16)
     # A trace cannot take the empty list in the product, a script can.
     product = torch.jit.script(packed_product)
@@ -1278,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for both streams: layer i is copied, layer i - 1 computed, so its copy's memory may be reused.
+        # Waits for both streams: layer i is copied, i - 1 is computed, so i + 1 may take its copy's memory.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
@@ -1308,7 +1308,7 @@ def generate(target, draft, input_ids, *, streamer=None, tokenizer=None, stop_st
     return target.generate(input_ids, draft=draft, stopping_criteria=criteria,
                            custom_generate=functools.partial(decode, streamer=streamer), **kwargs)
 
-TINY = Path(__file__).parent / "tiny"
+TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EXAMPLES = """examples:
