@@ -2,10 +2,10 @@
 
 A small draft model proposes a tree of tokens. The target model scores all of it in one forward pass. A
 verification rule keeps one path, so that every token has exactly the target's distribution. A target bound by
-memory reads its weights once a step, for one token or for sixty-four. So more tokens a step are a gain, but
-for a draft pass of c seconds for each level below the root, and slower target passes beyond some size. If a
-tree T of n nodes on d levels yields F(T) tokens a step, and a step takes t(n) + (d - 1) c seconds, decoding
-is F(T) t(1) / (t(n) + (d - 1) c) times as fast.
+memory reads its weights once a step, for one token or for sixty-four. So more tokens a step make it faster.
+The price is a draft pass of c seconds for each level below the root, and slower target passes beyond some
+size. If a tree T of n nodes on d levels yields F(T) tokens a step, and a step takes t(n) + (d - 1) c seconds,
+decoding is F(T) t(1) / (t(n) + (d - 1) c) times as fast.
 
 The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
@@ -13,7 +13,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that child k is the one accepted
     F(T)             expected_tokens             Proposition 3.4
-    T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; over all b it is G(n, d)
+    T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; G(n, d) for the best b
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, and one map leads from G of d levels to d + 1: once equal, always.
+    # From level `bottom` on rates repeat, so G of d + 1 levels is a function of G of d: once equal, always.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -202,7 +202,7 @@ def _best_subtrees(acceptance_rates, size):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
-    additions, so d levels of b children cost d b n^2, and as much again for each further row of rates."""
+    additions, so d levels of b children cost d b n^2, and at most as much for each further row of rates."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: in the race below a token of probability
-    p wins if -log u is below p or so. It is at least 1e-16 in 53 bits, 6e-8 in 24: rarer ones never win."""
+    p wins if -log u is below p or so. The least -log u is 1e-16 in 53 bits, 6e-8 in 24: rarer never wins."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -282,7 +282,7 @@ def shared_noise(seed, positions, vocabulary):
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
 # rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
-# replaces Q. By induction the other children yield the residual, which is what the first leaves of P.
+# replaces Q. By induction the other children yield the residual, which is what P still lacks.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -332,10 +332,10 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
-    Choose rho so that 1 - (1 - beta)^k = rho beta: times t's share this is min(P[t], rho Q[t]), t's chance,
-    and max(P - rho Q, 0), the residual, is missing of P. With growing rho the left side falls, and the right
-    one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k, since
-    k tries accept with k beta at most. So bisection finds rho."""
+    Choose rho so that 1 - (1 - beta)^k = rho beta. Then t is accepted with t's share of it, min(P[t], rho
+    Q[t]), and the residual, max(P - rho Q, 0), is what P lacks. With growing rho the left side falls, and the
+    right one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k,
+    since k tries accept with k beta at most. So bisection finds rho."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: accepted with all ancestors (>= of bools: the right implies the left), a path of nodes.
+            # Reached: accepted with all ancestors (>= of bools: right implies left). The last is the deepest.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -404,7 +404,7 @@ class Matching(Method):
 
     What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
     is first for both models if all other E_j / E_i > r_j = max(P_j / P_i, Q_j / Q_i), with the probability
-    1 / sum r, at least min(P_i, Q_i) / sum max(P, Q). Summed over i this is (1 - d) / (1 + d)."""
+    1 / sum r, where r_i = 1, at least min(P_i, Q_i) / sum max(P, Q): for all i (1 - d) / (1 + d)."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -422,10 +422,10 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, given its token, those above it, and that all tried before its subtree failed.
+    at it or below, given its token, those above it, and the failure of all that is tried before its subtree.
 
     What a failure leaves. Over all t, drawn from D, a child accounts for min(a R, D) of a R, and max(a R - D,
-    0) remains, in all `left`. So the path ends at the child or below with a - left. If not, its parent has
+    0) remains, `left` in sum. So the path ends at it or below with chance a - left. If not, its parent has
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -434,9 +434,9 @@ class Traversal(Method):
     token after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it.
 
     On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
-    min(m r, 1), and the walk reaches it with w min(r, 1). As m >= w at the root, so it is everywhere. The
-    tokens are on average the sum of these, so traversal never yields fewer. On a tree that branches it mostly
-    yields more. On one level it is Algorithm 2, whose ratios it has."""
+    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. Their
+    sums are the expected tokens, so traversal never yields fewer. On a tree that branches it mostly yields
+    more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. The first node that accepts ends the path."""
@@ -512,7 +512,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
 # prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
-# never fed it. So the draft is always fed it with the root, else harmlessly twice. It is the root's parent,
+# never fed it. So the draft is always fed it with the root; a repeat is harmless. It is the root's parent,
 # -1, and stands where Python finds index -1: at the end of tokens, slots, positions and mask rows, size + 1.
 
 class Level(NamedTuple):
@@ -536,7 +536,7 @@ class Layout:
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
-        # Drawn above. The last columns stand for what lies beyond the tree, which none sees, and the text.
+        # Drawn above, and two columns: `size` for what is beyond the tree, which none sees, -1 for the text.
         self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, -1] = True
         self.levels = []
@@ -550,10 +550,10 @@ class Layout:
         children = table([torch.tensor(children or [-1]) for children in tree.children])
         self.children = children.to(device)                                             # (size, most)
         self.no_child = self.children < 0
-        # Each node after all that is below it: sorted by its path, which `size` ends.
+        # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: `move` puts its entry beyond the path, where none reads it.
+        # From the root to each node, then -1: `move` puts its entry beyond the path, to be overwritten.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -698,7 +698,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. A token that these cut from it goes down by FAR_BELOW: last, but acceptable.
+# the target is accepted more. What these cut goes down by FAR_BELOW: tried last, it may be the target's.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -954,7 +954,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Nor is there a node below a child that does not exist. Node -1 meets column `size`, all False.
+        # Nor is there a node below a child that does not exist. Node -1's token meets column `size`, False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1095,7 +1095,7 @@ class Planner:
 
     def measure_anew(self):
         self.steps = 0           # since then
-        self.due = 0             # it plans again at so many steps; 0 until all trials are timed
+        self.due = 0             # it plans again at so many steps; 0 while a trial is to be timed
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has as many nodes, but takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
@@ -1118,7 +1118,7 @@ class Planner:
 
     def planned(self):
         """The planned tree. But if the next larger timed size is more than a quarter away, a tree half way to
-        it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
+        it, or to 3 * size if there is none, is timed first: t(n) between timed sizes is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
@@ -1278,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for both streams: layer i is copied, i - 1 is computed, so i + 1 may take its copy's memory.
+        # Waits for both streams: layer i is copied, and i - 1 computed, so i + 1 may take i - 1's memory.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
