@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: in the race below a token of probability
-    p wins if -log u is below p or so. The least -log u is 1e-16 in 53 bits, 6e-8 in 24: rarer never wins."""
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least -log u / p will
+    win, so a rare one needs -log u < p or so. In 53 bits it is at least 1e-16, in 24 6e-8, and never less."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -282,7 +282,7 @@ def shared_noise(seed, positions, vocabulary):
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
 # rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
-# replaces Q. By induction the other children yield the residual, which is what P still lacks.
+# replaces Q. By induction what follows is distributed as the residual, which is what P still lacks.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -404,7 +404,7 @@ class Matching(Method):
 
     What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
     is first for both models if all other E_j / E_i > r_j = max(P_j / P_i, Q_j / Q_i), with the probability
-    1 / sum r, where r_i = 1, at least min(P_i, Q_i) / sum max(P, Q): for all i (1 - d) / (1 + d)."""
+    1 / sum r (r_i is 1), so at least min(P_i, Q_i) / sum max(P, Q): for all i (1 - d) / (1 + d)."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -422,10 +422,10 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, given its token, those above it, and the failure of all that is tried before its subtree.
+    at it or below, given the tokens down to it, when its and its ancestors' elder siblings have failed.
 
-    What a failure leaves. Over all t, drawn from D, a child accounts for min(a R, D) of a R, and max(a R - D,
-    0) remains, `left` in sum. So the path ends at it or below with chance a - left. If not, its parent has
+    What a failure leaves. As t is drawn from D, a child takes min(a R, D) of a R, and leaves max(a R - D, 0),
+    `left` in sum. So the path ends at the child or below with chance a - left. If not, its parent has
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -434,8 +434,8 @@ class Traversal(Method):
     token after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it.
 
     On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
-    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. Their
-    sums are the expected tokens, so traversal never yields fewer. On a tree that branches it mostly yields
+    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. Summed
+    over nodes they count tokens, so traversal never yields fewer. On a tree that branches it mostly yields
     more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
@@ -553,7 +553,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: `move` puts its entry beyond the path, to be overwritten.
+        # From the root to each node, then -1: `move` puts node -1's entry beyond the path, where it is free.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -1118,14 +1118,14 @@ class Planner:
 
     def planned(self):
         """The planned tree. But if the next larger timed size is more than a quarter away, a tree half way to
-        it, or to 3 * size if there is none, is timed first: t(n) between timed sizes is a guess."""
+        it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
         latency = self.latency()
         # A node hardly ever has use for more children.
         rates = self.rates()[:, :16]
         self.plan = plan(rates, latency)
         size = self.plan.tree.size
         larger = min([n for n in latency.sizes if n > size], default=3 * size)
-        between = (size + larger) // 2
+        between = (size + larger) // 2               # 2 * size by default
         if larger <= size + (size + 3) // 4 or between > LARGEST:
             return self.plan.tree
         self.due = 0
