@@ -139,7 +139,7 @@ def expected_tokens(tree, acceptance_rates):
 
     Why a sum: a step yields a token for each accepted node, and the target's own, for which the root counts.
     An expected count is the sum of the chances, however they depend on one another. Why products: a node is
-    accepted after all its ancestors, at the same rate whichever those are (Definition 3.2)."""
+    accepted after all its ancestors, at a rate taken to be the same whichever those are (Definition 3.2)."""
     rates = _check_rates(acceptance_rates)
     chance = [1.0]
     for node, parent in enumerate(tree.parents[1:], start=1):
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G of d + 1 levels is a function of G of d: once equal, always.
+    # From level `bottom` on rates repeat, so G of d + 1 levels is a function of G of d: once equal, for good.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least -log u / p will
-    win, so a rare one needs -log u < p or so. In 53 bits it is at least 1e-16, in 24 6e-8, and never less."""
+    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least (-log u) / p is
+    drawn. 53 bits make -log u as small as 1e-16, 24 bits 6e-8: a much rarer token would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -287,7 +287,7 @@ def shared_noise(seed, positions, vocabulary):
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
 # tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain. Towards
-# temperature 0 children become the draft's likeliest tokens in order, with replacement copies of one.
+# temperature 0 children become the draft's likeliest tokens in order; with replacement, copies of one.
 
 def verify_one_node(P, Q, tokens, noise):
     """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or -1,
@@ -320,7 +320,7 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
         s = s.clamp(min=0)
         D = q.softmax(dim=1)
         ratios[:, i : i + 1] = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
-        # A CPU can look whether every row has accepted, and save the rest.
+        # Once every row has accepted, R is not needed: a CPU can look, and save the rest.
         if P.is_cpu and (noise < ratios).any(dim=1).all():
             break
         R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
@@ -374,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: accepted with all ancestors (>= of bools: right implies left). The last is the deepest.
+            # Reached: accepted with all ancestors (of bools a >= b: b implies a). A path, whose end is last.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -403,8 +403,8 @@ class Matching(Method):
     is no longer uniform. Here nothing is tested: the target's scores and the noise alone choose the token.
 
     What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
-    is first for both models if all other E_j / E_i > r_j = max(P_j / P_i, Q_j / Q_i), with the probability
-    1 / sum r (r_i is 1), so at least min(P_i, Q_i) / sum max(P, Q): for all i (1 - d) / (1 + d)."""
+    is first in both races if E_j > r_j E_i for all others, r_j = max(P_j / P_i, Q_j / Q_i): with probability
+    1 / (1 + sum r_j), at least min(P_i, Q_i) / sum max(P, Q). The sum over i of this is (1 - d) / (1 + d)."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -422,7 +422,7 @@ class Traversal(Method):
         min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
 
     where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, given the tokens down to it, when its and its ancestors' elder siblings have failed.
+    at it or below, given the tokens down to it, and that all branches tried before have failed.
 
     What a failure leaves. As t is drawn from D, a child takes min(a R, D) of a R, and leaves max(a R - D, 0),
     `left` in sum. So the path ends at the child or below with chance a - left. If not, its parent has
@@ -434,12 +434,12 @@ class Traversal(Method):
     token after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it.
 
     On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
-    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. Summed
-    over nodes they count tokens, so traversal never yields fewer. On a tree that branches it mostly yields
-    more. On one level it is Algorithm 2, whose ratios it has."""
+    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. The
+    expected tokens are the sum of these chances, so traversal never yields fewer. On a tree that branches it
+    mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. The first node that accepts ends the path."""
+        """As `Method.verify_tree`. A mass assumes earlier failures: the first node to accept is the end."""
         nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
         first = (uniform(mass, generator) < mass).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
@@ -461,7 +461,7 @@ class Traversal(Method):
                 what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
                 left = what_is_left.sum()
                 R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left the mass is 0. At a = 1 that is 0 / 0, but the root must end.
+                # Subtle: where nothing is left the mass is 0, but 1 if a was 1 (0 / 0): the root must end.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -698,7 +698,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. What these cut goes down by FAR_BELOW: tried last, it may be the target's.
+# the target is accepted more. What these cut from a draft sinks by FAR_BELOW: a late try is better than none.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -786,7 +786,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # The arguments of `generate`, which hands over only some: the caller that has an assistant_model.
+        # `generate` hands over only some of its arguments: it is the caller that has an assistant_model.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -954,7 +954,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Nor is there a node below a child that does not exist. Node -1's token meets column `size`, False.
+        # Nor is there a node below a child that does not exist. tokens[-1] meets column `size`, all False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1097,7 +1097,7 @@ class Planner:
         self.steps = 0           # since then
         self.due = 0             # it plans again at so many steps; 0 while a trial is to be timed
         self.seconds = {}        # by tree: the times of the last steps with it
-        # Trees to time, a decent one first. The third has as many nodes, but takes four draft passes more.
+        # Trees to time, a decent one first. The third has the first's size, and takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):
