@@ -202,7 +202,7 @@ def _best_subtrees(acceptance_rates, size):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
-    additions, so d levels of b children cost d b n^2, and at most as much for each further row of rates."""
+    additions, so d levels of b children cost d b size^2, and at most as much for a further row of rates."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least (-log u) / p is
-    drawn. 53 bits make -log u as small as 1e-16, 24 bits 6e-8: a much rarer token would never be drawn."""
+    drawn. 53 bits keep -log u above 1e-16, float32's 24 above 6e-8: far rarer tokens would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -282,7 +282,7 @@ def shared_noise(seed, positions, vocabulary):
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
 # rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
-# replaces Q. By induction what follows is distributed as the residual, which is what P still lacks.
+# replaces Q. One child's case holds for any P and Q, so by induction what follows is as the residual has it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -374,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: accepted with all ancestors (of bools a >= b: b implies a). A path, whose end is last.
+            # Reached: accepted with all ancestors (bools: a >= b if b implies a). One path; the last ends it.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -402,9 +402,8 @@ class Matching(Method):
     share: its test needs a uniform number whichever token was proposed, and noise that has proposed a token
     is no longer uniform. Here nothing is tested: the target's scores and the noise alone choose the token.
 
-    What it costs: with d = sum |P - Q| / 2 Algorithm 2 accepts one child with probability 1 - d. Here token i
-    is first in both races if E_j > r_j E_i for all others, r_j = max(P_j / P_i, Q_j / Q_i): with probability
-    1 / (1 + sum r_j), at least min(P_i, Q_i) / sum max(P, Q). The sum over i of this is (1 - d) / (1 + d)."""
+    What it costs: with d = sum |P - Q| / 2 one child is accepted with probability (1 - d) / (1 + d) at least,
+    as its paper proves, where Algorithm 2 has 1 - d."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -435,8 +434,8 @@ class Traversal(Method):
 
     On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
     min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. The
-    expected tokens are the sum of these chances, so traversal never yields fewer. On a tree that branches it
-    mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
+    expected tokens are the sum of the m, or of the w: traversal never yields fewer. On a tree that branches
+    it mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. A mass assumes earlier failures: the first node to accept is the end."""
@@ -512,8 +511,8 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
 # prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
-# never fed it. So the draft is always fed it with the root; a repeat is harmless. It is the root's parent,
-# -1, and stands where Python finds index -1: at the end of tokens, slots, positions and mask rows, size + 1.
+# never fed it. So the draft is always fed both; a repeat rewrites the same entry. It is the root's parent,
+# -1, and stands where Python finds -1: the last of size + 1 tokens, slots, positions and rows of the mask.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the tree drawn above: the root's, nodes 1 and 2's."""
@@ -536,7 +535,7 @@ class Layout:
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
-        # Drawn above, and two columns: `size` for what is beyond the tree, which none sees, -1 for the text.
+        # Drawn above. Column `size`, all False, is for what lies beyond the tree; -1, all True, for the text.
         self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, -1] = True
         self.levels = []
@@ -553,7 +552,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: `move` puts node -1's entry beyond the path, where it is free.
+        # From the root to each node, then -1: there `move` copies node -1's entry, in vain, to free slots.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -698,7 +697,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. What these cut from a draft sinks by FAR_BELOW: a late try is better than none.
+# the target is accepted more. What these cut from a draft only sinks by FAR_BELOW: the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -1095,7 +1094,7 @@ class Planner:
 
     def measure_anew(self):
         self.steps = 0           # since then
-        self.due = 0             # it plans again at so many steps; 0 while a trial is to be timed
+        self.due = 0             # it plans again at this step; 0 until all trials are timed
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has the first's size, and takes four draft passes more.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
