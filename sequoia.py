@@ -201,8 +201,8 @@ def _best_subtrees(acceptance_rates, size):
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
-    over any number of children, and with_children[0][1] is 1, the root alone. One more child costs n^2
-    additions, so d levels of b children cost d b size^2, and at most as much for a further row of rates."""
+    over any number of children, and with_children[0][1] is 1, the root alone. One more child costs size^2
+    additions, so d levels of b children cost d b size^2, and each further row of rates at most that again."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least (-log u) / p is
-    drawn. 53 bits keep -log u above 1e-16, float32's 24 above 6e-8: far rarer tokens would never be drawn."""
+    drawn. 53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: far rarer tokens would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -282,7 +282,7 @@ def shared_noise(seed, positions, vocabulary):
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
 # rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
-# replaces Q. One child's case holds for any P and Q, so by induction what follows is as the residual has it.
+# replaces Q. The case of one child holds for any P and Q, so by induction the rest yields the residual.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -333,9 +333,10 @@ def ratios_of_spectr(P, q, tokens, noise):
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
     Choose rho so that 1 - (1 - beta)^k = rho beta. Then t is accepted with t's share of it, min(P[t], rho
-    Q[t]), and the residual, max(P - rho Q, 0), is what P lacks. With growing rho the left side falls, and the
-    right one, the sum of min(P, rho Q), rises. The left one is larger near rho = 0, the right one at rho = k,
-    since k tries accept with k beta at most. So bisection finds rho."""
+    Q[t]), and all tries fail with the rest of P, the sum of max(P - rho Q, 0), which is the residual. With
+    growing rho the left side falls, and the right one, the sum of min(P, rho Q), rises. The left one is
+    larger near rho = 0, the right one at rho = k, since k tries accept with k beta at most. So bisection
+    finds rho."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, and all of P is missing.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +375,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: accepted with all ancestors (bools: a >= b if b implies a). One path; the last ends it.
+            # Reached: all in its row of the mask, the root aside, are accepted. One path; the last ends it.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -552,7 +553,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: there `move` copies node -1's entry, in vain, to free slots.
+        # From the root to each node, then -1: for -1 `move` copies node -1's entry to free slots, unused.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -697,7 +698,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. What these cut from a draft only sinks by FAR_BELOW: the target may keep it.
+# the target is accepted more. What CUTS cut from a draft only sinks by FAR_BELOW: the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -785,7 +786,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments: it is the caller that has an assistant_model.
+        # `generate` hands over only some of its arguments. Its frame has all: that with an assistant_model.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -1096,7 +1097,7 @@ class Planner:
         self.steps = 0           # since then
         self.due = 0             # it plans again at this step; 0 until all trials are timed
         self.seconds = {}        # by tree: the times of the last steps with it
-        # Trees to time, a decent one first. The third has the first's size, and takes four draft passes more.
+        # Trees to time, a decent one first. The third has 8 nodes, too, but takes 7 draft passes, not 3.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
 
     def next_tree(self):

@@ -1246,7 +1246,8 @@ def test_caches_are_as_large_as_the_text_and_a_chain_of_1100_needs_no_recursion(
     assert target.generate(prompt_of(12), custom_generate=decoder, **arguments).shape == (1, 13)
     assert 0 < sum(model.store.nbytes for model in decoder.models) <= 2**18
     arguments = dict(max_new_tokens=4, do_sample=True, tree=chain(1100))
-    assert sequoia.generate(target, draft, prompt_of(8), **arguments).shape == (1, 12)
+    for method in ("sequoia", "traversal"):
+        assert sequoia.generate(target, draft, prompt_of(8), method=method, **arguments).shape == (1, 12)
 
 
 def test_a_capture_that_fails_is_one_warning_and_generates_text(llama, monkeypatch):
