@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least (-log u) / p is
-    drawn. 53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: far rarer tokens would never be drawn."""
+    drawn. 53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a p far below that would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -338,7 +338,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     larger near rho = 0, the right one at rho = k, since k tries accept with k beta at most. So bisection
     finds rho."""
     Q = q.softmax(dim=1)
-    # Without children k and rho are 0, and all of P is missing.
+    # Without children k and rho are 0, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
@@ -375,7 +375,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             accepted = layout.rank == rank[layout.parent]
-            # Reached: all in its row of the mask, the root aside, are accepted. One path; the last ends it.
+            # Reached: its row of the mask implies (>=) accepted, the root aside. One path; the last ends it.
             reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
             node = (reached * layout.nodes).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -431,7 +431,7 @@ class Traversal(Method):
 
     with which the next sibling is tried, from D without the failed token, and at last the parent itself. In
     all, the path ends at the parent or below with (a - left) + (1 - (a - left)) * its new mass = a, and the
-    token after the parent is t with min(a R[t], D[t]) + max(a R[t] - D[t], 0) = a R[t], as the target has it.
+    token after the parent is t with min(a R[t], D[t]) + left * residual[t] = a R[t], as the target has it.
 
     On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
     min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. The
@@ -500,7 +500,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # --- 5  The tree on the device: indices, mask, cache --------------------------------------------------------
 # The root is the text's last token, which no model has seen: the earlier ones fill the first slots of the KV
 # cache. `base` is the root's slot and position. Node i stands in slot base + i, at position base + its depth.
-# The mask, x, shows a node the text, its ancestors and itself. Here 3 is below 1, and the step accepts 2:
+# The mask, x, shows a node the text, its ancestors and itself. Node 3 is below 1. Node 2 is accepted:
 #     slot         0 .. base-2    base-1     base    base+1   base+2      base+3
 #     before       the text       node -1    root    node 1   node 2      node 3
 #     position     0 .. base-2    base-1     base    base+1   base+1      base+2
@@ -512,7 +512,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
 # prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
-# never fed it. So the draft is always fed both; a repeat rewrites the same entry. It is the root's parent,
+# never fed it. So it is always fed with the root; a repeat rewrites the same entry. It is the root's parent,
 # -1, and stands where Python finds -1: the last of size + 1 tokens, slots, positions and rows of the mask.
 
 class Level(NamedTuple):
@@ -719,7 +719,7 @@ class Decoder:
 
     draft: a model of the same vocabulary. tree: a Tree; (size, depth), the best tree of that shape; or
     "auto", the fastest for pair and machine. method: a name from METHODS, or a Method. generator: by default
-    torch's own; ranks that share a target seed theirs alike. on_step: called with each Step, from a text's
+    torch's own; processes sharing a target seed theirs alike. on_step: called with each Step, from a text's
     second or third token on. cuda_graph: record the step on a GPU. A Decoder keeps caches, plan and graph:
     models must not change, and texts come one at a time. Raises ValueError for what it cannot work with."""
 
@@ -786,7 +786,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments. Its frame has all: that with an assistant_model.
+        # `generate` hands over only some of its arguments. Its frame, known by `assistant_model`, has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -1030,7 +1030,7 @@ class Decoder:
         return scores
 
 def of_row(processor, row):
-    """A processor for one row of a batch: a grammar is asked about that row's text as that row's."""
+    """A processor for one row of a batch: a grammar is told that row's number for all copies of its text."""
     if type(processor) is not PrefixConstrainedLogitsProcessor:
         return processor
     allowed = processor._prefix_allowed_tokens_fn
@@ -1095,7 +1095,7 @@ class Planner:
 
     def measure_anew(self):
         self.steps = 0           # since then
-        self.due = 0             # it plans again at this step; 0 until all trials are timed
+        self.due = 0             # it plans again at this step; 0 while a trial is untimed
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has 8 nodes, too, but takes 7 draft passes, not 3.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
