@@ -158,8 +158,8 @@ def expected_tokens_table(acceptance_rates, size, depth):
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens.
 
-    acceptance_rates: (ranks,), the chance that a node's first, second, ... child is accepted, in any order;
-    or (levels, ranks), by the node's level, the last row for all deeper ones. A node has up to `ranks`
+    acceptance_rates: (ranks,), the chance that a node's 1st, 2nd, ... child is the one accepted, falling or
+    not; or (levels, ranks), by the node's level, the last row for all deeper ones. A node has up to `ranks`
     children. Raises ValueError for rates that are no probabilities and sizes that no such tree can have.
 
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
@@ -424,7 +424,7 @@ class Traversal(Method):
     where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
     at it or below, given the tokens down to it, and that all branches tried before have failed.
 
-    What a failure leaves. As t is drawn from D, a child takes min(a R, D) of a R, and leaves max(a R - D, 0),
+    What a failure leaves. Over t, drawn from D, a child takes min(a R, D) of a R, and leaves max(a R - D, 0),
     `left` in sum. So the path ends at the child or below with chance a - left. If not, its parent has
 
         mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
@@ -668,7 +668,7 @@ def attention_windows(model):
             or needed - inspect.signature(model.forward).parameters.keys(),
             f"{name} cannot verify a tree: each layer must have full or sliding attention by position")
     attention = model.config._attn_implementation
-    _refuse(attention not in ("eager", "sdpa"), f"{name} with {attention} takes no tree, with sdpa it does")
+    _refuse(attention not in ("eager", "sdpa"), f"{name} takes no tree: attn_implementation='sdpa' would")
     devices = {weight.device for weight in model.parameters()}
     _refuse(len(devices) > 1 and not hasattr(model, "offloaded"), f"{name} must be on one device: {devices}")
     window = getattr(config, "sliding_window", None)
@@ -687,6 +687,7 @@ def context_of(model):
 
 # --- 6  Decoding --------------------------------------------------------------------------------------------
 class Step(NamedTuple):
+    """What one step did."""
     tree: Tree
     node_tokens: list        # (size,) each node's token, the root's first; -1 for a child that does not exist
     path: list               # the accepted nodes below the root, in order
@@ -1120,8 +1121,7 @@ class Planner:
         """The planned tree. But if the next larger timed size is more than a quarter away, a tree half way to
         it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
         latency = self.latency()
-        # A node hardly ever has use for more children.
-        rates = self.rates()[:, :16]
+        rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
         size = self.plan.tree.size
         larger = min([n for n in latency.sizes if n > size], default=3 * size)
@@ -1326,7 +1326,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens with this probability together, 0 to 1 (all)")
     add("--top-k", type=int, help="keep so many likeliest tokens (all)")
-    add("--seed", type=int, default=0, help="names the text, with --method gumbel for any tree (%(default)s)")
+    add("--seed", type=int, default=0, help="repeats the text of a tree, with gumbel of any (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", type=tree_shape, default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
