@@ -17,7 +17,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4, seconds: a step less draft passes; a draft pass
+    t(n), c          Latency                     section 4, seconds of a step without draft passes; of a pass
 
 Sections 1 to 6 are the method, 7 plans, 8 makes passes fast or small, 9 is the command line. Each needs those
 above it. Besides, section 4 is given section 5's Layout, 6 asks 7 for trees, and 8 marks models: `recorded`,
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G of d + 1 levels is a function of G of d: once equal, for good.
+    # From level `bottom` on one map makes G of d + 1 levels from G of d: once it changes nothing, for good.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, in the shape of `like`. Subtle: the token with the least (-log u) / p is
-    drawn. 53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a p far below that would never be drawn."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
+    53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a token of far smaller p would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -281,8 +281,8 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
-# rejection the residual, the same whichever token was rejected, replaces P, and the draft without that token
-# replaces Q. The case of one child holds for any P and Q, so by induction the rest yields the residual.
+# rejection the others must yield the residual R, whichever token was rejected, from the draft without it, D.
+# That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -330,15 +330,15 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
 def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. One
-    of k tries accepts with 1 - (1 - beta)^k, and then it is t with t's share, min(P[t] / rho, Q[t]) / beta.
-    Choose rho so that 1 - (1 - beta)^k = rho beta. Then t is accepted with t's share of it, min(P[t], rho
-    Q[t]), and all tries fail with the rest of P, the sum of max(P - rho Q, 0), which is the residual. With
-    growing rho the left side falls, and the right one, the sum of min(P, rho Q), rises. The left one is
-    larger near rho = 0, the right one at rho = k, since k tries accept with k beta at most. So bisection
-    finds rho."""
+    One try accepts token t with probability min(P[t] / rho, Q[t]), and some token with their sum, beta. One
+    of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
+    rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
+    min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
+
+    Bisection finds rho. As it grows the left side falls, and the right one, the sum of min(P, rho Q), rises.
+    The left is larger near rho = 0, the right at rho = k, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
-    # Without children k and rho are 0, and the residual is P.
+    # Without children k and rho are 0, whatever beta is, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
@@ -374,10 +374,10 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            accepted = layout.rank == rank[layout.parent]
-            # Reached: its row of the mask implies (>=) accepted, the root aside. One path; the last ends it.
-            reached = (accepted[1:] >= layout.mask[:-1, 1:-2]).all(dim=1)
-            node = (reached * layout.nodes).amax(dim=0, keepdim=True)
+            rejected = layout.rank != rank[layout.parent]
+            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path: the last ends it.
+            cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
+            node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
         # As scores. Before any rejection all of the target is left.
@@ -392,19 +392,19 @@ class Method:
         return layout.nodes[node, None], self.draw(residual, 1, generator)[:, 0]
 
 class Matching(Method):
-    """The target draws its own token. It is accepted if it is a child, and follows the path if it is none. So
-    any children will do: `naive` draws them from the draft, `topk` takes its likeliest.
+    """The target draws its own token, whatever was proposed: lossless with any children. A child that is this
+    token is accepted. `naive` draws children from the draft, `topk` takes its likeliest.
 
-    Where the likeliest token is "drawn" this is greedy decoding. With shared noise it is sampling, by "Gumbel
-    coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a sample (see
-    `sample_without_replacement`), so a text is exact if no two of its positions use the same noise. Seed and
-    position name the noise, so a seed names a text, whatever the tree, the draft or the speed, but for
-    rounding. The draft adds the same noise, so its likeliest children are often right. Algorithm 2 cannot
-    share: its test needs a uniform number whichever token was proposed, and noise that has proposed a token
-    is no longer uniform. Here nothing is tested: the target's scores and the noise alone choose the token.
+    Where the likeliest token is "drawn" this is greedy decoding. If all scores come with shared noise it is
+    sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
+    sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
+    Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
+    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform whichever
+    token was proposed, and the noise that proposed it is not. Seed and position name the noise, so a seed
+    names a text, whatever the tree, the draft or the speed, but for rounding.
 
-    What it costs: with d = sum |P - Q| / 2 one child is accepted with probability (1 - d) / (1 + d) at least,
-    as its paper proves, where Algorithm 2 has 1 - d."""
+    What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
+    coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
 
     def verify(self, p, q, tokens, generator=None):
         choice = self.draw(p, 1, generator)
@@ -417,36 +417,38 @@ class Traversal(Method):
 
     Say the draft gives the two tokens of a chain 0.8 and 0.4, the target 0.4 and 0.8. Their ratios are 0.5
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
-    accepted. The walk cuts each ratio at 1, traversal their product. A child with token t has the mass
+    accepted. The walk cuts each ratio at 1, traversal their product.
 
-        min(a R[t] / D[t], 1)            here 0.5, then min(0.5 * 2, 1) = 1
+    Children are tried before their parent, siblings by rank. A node is given a mass a and a distribution R.
+    Its promise: if all that is tried before its subtree, which includes it, fails, the path ends there with
+    chance a, and a R[t] is the chance that it does and token t follows the node. The root is given 1 and the
+    target's P: its promise is a text distributed as the target's. How a node keeps its promise:
 
-    where a is its parent's mass by then, the root's being 1. A node's mass is the chance that the path ends
-    at it or below, given the tokens down to it, and that all branches tried before have failed.
+    1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
+       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By the child's promise s follows the
+       node with chance min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum over s.
+    2. The child fails with chance 1 - (a - left). Then the node makes a new promise, the same for all s, with
 
-    What a failure leaves. Over t, drawn from D, a child takes min(a R, D) of a R, and leaves max(a R - D, 0),
-    `left` in sum. So the path ends at the child or below with chance a - left. If not, its parent has
+           mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
-        mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
+       and keeps it by its next child, drawn from D without s. After its last child the path ends here with
+       chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
+       chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    with which the next sibling is tried, from D without the failed token, and at last the parent itself. In
-    all, the path ends at the parent or below with (a - left) + (1 - (a - left)) * its new mass = a, and the
-    token after the parent is t with min(a R[t], D[t]) + left * residual[t] = a R[t], as the target has it.
-
-    On a chain, where the parent has mass m and the walk reaches it with chance w, a child of ratio r has mass
-    min(m r, 1), and the walk reaches it with w min(r, 1). At the root m = w = 1, so m >= w everywhere. The
-    expected tokens are the sum of the m, or of the w: traversal never yields fewer. On a tree that branches
-    it mostly yields more. On one level it is Algorithm 2, whose ratios it has."""
+    On a chain nothing is tried before a subtree, so the path reaches a node with the given chance a. A walk
+    that comes to a node with chance w comes to a child of ratio r with w min(r, 1), traversal with
+    min(a r, 1). At the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are
+    never fewer. On a branched tree they mostly are more. On one level it is Algorithm 2, with its ratios."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. A mass assumes earlier failures: the first node to accept is the end."""
+        """As `Method.verify_tree`. A mass is for the case that all before failed: the first success ends."""
         nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
         first = (uniform(mass, generator) < mass).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
     def endings(self, layout, tokens, P, q):
-        """The nodes in the order they are tried, children first, (size,). Each one's mass once its children
-        were rejected, the chance that the path then ends there, (size,). Its residual by then, (size, V)."""
+        """The nodes in the order of their turns, children first, (size,). Each one's mass after its last
+        child, the chance that the path then ends there, (size,). Its residual by then, (size, V)."""
         masses = [P.new_ones(1)] * len(P)
         residuals = []
         for node, children in enumerate(layout.tree.children):
@@ -458,10 +460,10 @@ class Traversal(Method):
                 # A child that does not exist takes nothing.
                 D = torch.where(exists, remaining.softmax(dim=0), 0)
                 masses[child] = torch.where(exists, a * R[s] / D[s], 0).clamp(max=1)
-                what_is_left = (a * R - D).clamp(min=0)                                         # (V,)
-                left = what_is_left.sum()
-                R = torch.where(left > 0, what_is_left / left, R)
-                # Subtle: where nothing is left the mass is 0, but 1 if a was 1 (0 / 0): the root must end.
+                owed = (a * R - D).clamp(min=0)                                                 # (V,)
+                left = owed.sum()
+                R = torch.where(left > 0, owed / left, R)
+                # Subtle: with nothing left the mass is 0, but 1 if a was 1 (0 / 0): the root must end.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -510,10 +512,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                    x
 #     after        the text ............     root    node 2   next root   free
-# A moved entry keeps its position, by which its key was rotated. Node -1 is the token before the root: the
-# prompt's last, then the last accepted node or, if none was, the old root. If it was a leaf, the draft was
-# never fed it. So it is always fed with the root; a repeat rewrites the same entry. It is the root's parent,
-# -1, and stands where Python finds -1: the last of size + 1 tokens, slots, positions and rows of the mask.
+# A moved entry gets the slot of its position, by which its key was rotated. Node -1 is the token before the
+# root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
+# and node -1 may be one. So node -1 is fed again with each root: at worst it rewrites its entry. It is the
+# root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the tree drawn above: the root's, nodes 1 and 2's."""
@@ -547,9 +549,8 @@ class Layout:
             places = slice(int(children[0, 0]), int(children.max()) + 1)
             fed = parents if depth else [-1, 0]
             self.levels.append(Level(tensor(parents), tensor(fed), children.shape[1], chosen, places))
-        children = table([torch.tensor(children or [-1]) for children in tree.children])
-        self.children = children.to(device)                                             # (size, most)
-        self.no_child = self.children < 0
+        self.children = table([torch.tensor(children or [-1]) for children in tree.children]).to(device)
+        self.no_child = self.children < 0                                               # (size, most), both
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
@@ -622,6 +623,7 @@ class CachedModel:
         for window in self.windows.values():
             seen = layout.mask[:, node]                                                  # (size + 1, visible)
             if window:
+                # The text's positions are its slots. Beyond the tree any will do: it is not seen.
                 position = torch.where(node < 0, slots, positions[node])
                 seen = seen & (positions[:, None] - position < window)
             self.masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
@@ -653,13 +655,12 @@ class CachedModel:
         self.store.index_copy_(2, self.slots[: len(path)], self.store.index_select(2, self.slots[path]))
 
 def attention_windows(model):
-    """Each kind of attention layer's window, or None. Raises ValueError where the configuration rules out
-    trees; `Decoder.probe` tells the rest."""
+    """Each kind of attention layer's window or None. Raises ValueError if a configuration rules out trees."""
     name = type(model).__name__
     _refuse(not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None,
             f"needs a language model as transformers loads it, not compiled and not its name; got {name}")
     config = model.config.get_text_config(decoder=True)
-    # Models of one kind name none: call it sliding, by the configuration's window or None, which is full.
+    # If all layers are alike, a model may name no kind: call it sliding. A window of None is full attention.
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["sliding_attention"])
     needed = {"position_ids", "past_key_values", "logits_to_keep"}
     # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16.
@@ -698,8 +699,8 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-# Processors shape the draft too. Any draft is lossless, as the scores that proposed also verify, and one like
-# the target is accepted more. What CUTS cut from a draft only sinks by FAR_BELOW: the target may keep it.
+# Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
+# proposed also verify. What CUTS cut from a draft sinks by FAR_BELOW, to be last: the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -890,7 +891,7 @@ class Decoder:
         # Side by side on every level: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
-        # Nodes 0, 1, 3, 5, ..: the last but one ends the first sequence.
+        # Nodes 0, 1, 3, 5, ..: the path to the last node but one, where the first sequence ends.
         real = layout.paths[-2]
         self.reserve(layout.tree.size)
         self.target.place(layout, self.base - known, self.capacity)
@@ -1096,7 +1097,7 @@ class Planner:
 
     def measure_anew(self):
         self.steps = 0           # since then
-        self.due = 0             # it plans again at this step; 0 while a trial is untimed
+        self.due = 0             # the step at which it plans again; 0: as soon as all trials are timed
         self.seconds = {}        # by tree: the times of the last steps with it
         # Trees to time, a decent one first. The third has 8 nodes, too, but takes 7 draft passes, not 3.
         self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
@@ -1118,7 +1119,7 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But if the next larger timed size is more than a quarter away, a tree half way to
+        """The planned tree. But if the next larger timed size is over a quarter larger, a tree half way to
         it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
@@ -1129,13 +1130,13 @@ class Planner:
         if larger <= size + (size + 3) // 4 or between > LARGEST:
             return self.plan.tree
         self.due = 0
-        # A binary tree exists for any vocabulary.
+        # Deep enough for a binary tree: a small vocabulary may allow no other.
         depth = max(self.plan.tree.depth + 1, between.bit_length())
         self.trials.append(optimal_tree(rates, between, depth))
         return self.trials[-1]
 
     def latency(self):
-        """t(n) and c, from the times of steps: with n nodes on d levels one takes t(n) + (d - 1) c."""
+        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So chain(7) less 8x4 is 4 c."""
         step = {tree: min(times) for tree, times in self.seconds.items() if len(times) >= FEW}
         branched, root, straight = self.trials[:3]
         c = max(0.0, (step[straight] - step[branched]) / 4)
@@ -1168,13 +1169,13 @@ class Planner:
             if not 0.7 < min(times) / self.plan.seconds < 1.4 and self.steps >= self.patience:
                 self.measure_anew()
                 self.patience = 200
-                # These times are new, so the next forecast for this tree will be right.
+                # These times are new. With them the next forecast for this tree will be right.
                 self.seconds[step.tree] = times
 
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # A child's chance, divided by the chance that it is tried, those before it being rejected.
+        # A child is tried if none before it was accepted: the chance in the denominator, `is_tried` below.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1209,12 +1210,12 @@ def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and records
     its pass, which halves a small model's time. It cannot be trained, saved, loaded or used by two threads at
     once any more. On a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is. Raises
-    ValueError if it cannot verify a tree, or packing changes its numbers by more than rounding.
+    ValueError if it cannot verify a tree, or if packing, for which torch has no public operators, changes its
+    numbers by more than rounding.
 
     A recording is a TorchScript trace: the operators that one run called, to run on other tensors, of other
     lengths too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
-    embeddings' angles, is decided for good. So a recording must equal the packed model bit for bit on other
-    inputs, else it is given up."""
+    embeddings' angles, is decided for good. So it is given up unless equal, bit for bit, on other inputs."""
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
@@ -1278,7 +1279,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for both streams: layer i is copied, and i - 1 computed, so i + 1 may take i - 1's memory.
+        # Copy i must be complete. Copy i + 1 may get the memory of i - 1, so that layer must be computed.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
