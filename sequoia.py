@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on one map makes G of d + 1 levels from G of d: once it changes nothing, for good.
+    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, equal for good.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -202,7 +202,7 @@ def _best_subtrees(acceptance_rates, size):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs size^2
-    additions, so d levels of b children cost d b size^2, and each further row of rates at most that again."""
+    additions, so d levels of b children cost d b size^2, for every row of rates at most once."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -280,9 +280,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
-# rejection the others must yield the residual R, whichever token was rejected, from the draft without it, D.
-# That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
+# residual, is the same whichever token was rejected. So the others must yield R, from D, the draft without
+# this token. That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -334,11 +334,10 @@ def ratios_of_spectr(P, q, tokens, noise):
     of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
-
-    Bisection finds rho. As it grows the left side falls, and the right one, the sum of min(P, rho Q), rises.
-    The left is larger near rho = 0, the right at rho = k, since k tries accept with k beta at most."""
+    Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
+    The first is larger near rho = 0, the second at rho = k, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
-    # Without children k and rho are 0, whatever beta is, and the residual is P.
+    # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
@@ -375,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             rejected = layout.rank != rank[layout.parent]
-            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path: the last ends it.
+            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path, its end last.
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -419,15 +418,15 @@ class Traversal(Method):
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
     accepted. The walk cuts each ratio at 1, traversal their product.
 
-    Children are tried before their parent, siblings by rank. A node is given a mass a and a distribution R.
-    Its promise: if all that is tried before its subtree, which includes it, fails, the path ends there with
-    chance a, and a R[t] is the chance that it does and token t follows the node. The root is given 1 and the
-    target's P: its promise is a text distributed as the target's. How a node keeps its promise:
+    From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
+    their parent, siblings by rank. A node's promise: if all tried before its subtree (itself included) fails,
+    the path ends in the subtree with chance a, and with chance a R[t] it does and token t follows the node.
+    The root is given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
        example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By the child's promise s follows the
        node with chance min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum over s.
-    2. The child fails with chance 1 - (a - left). Then the node makes a new promise, the same for all s, with
+    2. Over all s the child fails with chance 1 - (a - left). Then the node promises anew, whichever s it was,
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -514,7 +513,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # A moved entry gets the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
-# and node -1 may be one. So node -1 is fed again with each root: at worst it rewrites its entry. It is the
+# and node -1 may be one. So it gets node -1 with each root, which at worst rewrites the entry. Node -1 is the
 # root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
@@ -700,7 +699,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. What CUTS cut from a draft sinks by FAR_BELOW, to be last: the target may keep it.
+# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW: they are last, but the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -956,7 +955,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Nor is there a node below a child that does not exist. tokens[-1] meets column `size`, all False.
+        # Below a child that does not exist there is none. Column `size`, all False, leaves out tokens[-1].
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1136,7 +1135,7 @@ class Planner:
         return self.trials[-1]
 
     def latency(self):
-        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So chain(7) less 8x4 is 4 c."""
+        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So 8 levels less 4 are 4 c."""
         step = {tree: min(times) for tree, times in self.seconds.items() if len(times) >= FEW}
         branched, root, straight = self.trials[:3]
         c = max(0.0, (step[straight] - step[branched]) / 4)
@@ -1175,7 +1174,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # A child is tried if none before it was accepted: the chance in the denominator, `is_tried` below.
+        # The denominator, `is_tried` below, is the chance that no child before was accepted.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1279,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Copy i must be complete. Copy i + 1 may get the memory of i - 1, so that layer must be computed.
+        # Copy i must be complete, and layer i - 1 computed: PyTorch may give its copy's memory to copy i + 1.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
