@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, equal for good.
+    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, they stay equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -202,7 +202,7 @@ def _best_subtrees(acceptance_rates, size):
 
     where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
     over any number of children, and with_children[0][1] is 1, the root alone. One more child costs size^2
-    additions, so d levels of b children cost d b size^2, for every row of rates at most once."""
+    additions, so d levels of b children cost at most d b size^2 for each row of rates."""
     rates = _check_rates(acceptance_rates)
     n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
 
@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
-    53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a token of far smaller p would never be drawn."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
+    which takes a -log u near p. It falls to 1e-16 with 53 bits, to 6e-8 with 24: rarer tokens never come."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -281,8 +281,8 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
-# residual, is the same whichever token was rejected. So the others must yield R, from D, the draft without
-# this token. That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
+# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -335,7 +335,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    The first is larger near rho = 0, the second at rho = k, since k tries accept with k beta at most."""
+    Near rho = 0 the second is less, at rho = k it is not, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -398,9 +398,9 @@ class Matching(Method):
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform whichever
-    token was proposed, and the noise that proposed it is not. Seed and position name the noise, so a seed
-    names a text, whatever the tree, the draft or the speed, but for rounding.
+    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform given the
+    token proposed, and the noise that proposed it is not. Seed and position name the noise, so a seed names a
+    text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
@@ -419,14 +419,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. A node's promise: if all tried before its subtree (itself included) fails,
-    the path ends in the subtree with chance a, and with chance a R[t] it does and token t follows the node.
-    The root is given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
+    their parent, siblings by rank. A node's promise: if all that is tried before its subtree fails, the path
+    ends at the node or below with chance a, and then token t follows the node with chance R[t]. The root is
+    given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
        example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By the child's promise s follows the
        node with chance min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum over s.
-    2. Over all s the child fails with chance 1 - (a - left). Then the node promises anew, whichever s it was,
+    2. So the child fails with chance 1 - (a - left). Then, whichever token s was, the node promises anew, with
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -511,7 +511,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x          x                x
 #     node 3       x              x          x       x                    x
 #     after        the text ............     root    node 2   next root   free
-# A moved entry gets the slot of its position, by which its key was rotated. Node -1 is the token before the
+# An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
 # and node -1 may be one. So it gets node -1 with each root, which at worst rewrites the entry. Node -1 is the
 # root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
@@ -840,10 +840,10 @@ class Decoder:
             if self.sharded:
                 # All ranks plan by rank 0's clock.
                 torch.distributed.broadcast_object_list(seconds, src=0)
-            # The first step with a tree warms up. If static, the second is recorded.
+            # Untimed: a tree's first step, which warms up, and if static its second, which is recorded.
             self.planner.learn(step, seconds[0] if self.steps > 1 + self.static else None)
             self.on_step(step)
-            # Without a token after it the path is not to be trusted either.
+            # A token of -1, for NaN or none possible, makes the path invalid, too.
             yield from step.tokens if step.token >= 0 else [-1]
 
     def begin(self, text, padding):
@@ -955,7 +955,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Below a child that does not exist there is none. Column `size`, all False, leaves out tokens[-1].
+        # Below a child that does not exist there is none. tokens[-1] meets column `size`, which is all False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1168,13 +1168,13 @@ class Planner:
             if not 0.7 < min(times) / self.plan.seconds < 1.4 and self.steps >= self.patience:
                 self.measure_anew()
                 self.patience = 200
-                # These times are new. With them the next forecast for this tree will be right.
+                # These times are new: they correct the next forecast for this tree.
                 self.seconds[step.tree] = times
 
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # The denominator, `is_tried` below, is the chance that no child before was accepted.
+        # Divided by the chance that no child before was accepted, which is `is_tried` below.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1278,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Copy i must be complete, and layer i - 1 computed: PyTorch may give its copy's memory to copy i + 1.
+        # Copy i must be complete, and layer i - 1 computed: copy i + 1 may get the memory that it has freed.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
