@@ -298,7 +298,7 @@ def trees(args, report):
     largest = 1024 if args.quick else 4096
     costs = []
     for n, d, b in [(512, 12, 16), (1024, 12, 16), (512, 24, 16), (512, 12, 31), (largest, 24, 31)]:
-        run = functools.partial(sequoia.expected_tokens_table, PAPER_RATES, n, d, b)
+        run = functools.partial(sequoia.expected_tokens_table, PAPER_RATES[:b], n, d)
         seconds = min(timed(run)[0] for _ in range(3 if n <= 1024 else 1))
         costs.append({"nodes n": n, "levels d": d, "children b": b, "seconds": seconds})
         costs[-1]["x first"] = seconds / costs[0]["seconds"]

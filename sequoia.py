@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, they stay equal.
+    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, all deeper are.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
-    which takes a -log u near p. It falls to 1e-16 with 53 bits, to 6e-8 with 24: rarer tokens never come."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the least -log u / p wins, at about 1: a
+    token needs -log u near p. With 53 bits that falls to 1e-16, with 24 to 6e-8: rarer ones never win."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -332,10 +332,10 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and some token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
+    rho be such that 1 - (1 - beta)^k = rho beta. Then the product, t's chance, is rho min(P[t] / rho, Q[t]) =
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    Near rho = 0 the second is less, at rho = k it is not, since k tries accept with k beta at most."""
+    The second is near 0 at first. At rho = k it is no less, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             rejected = layout.rank != rank[layout.parent]
-            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path, its end last.
+            # Cut off: rejected, or below such a node. At most one child of each is not: a path, its end last.
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -426,7 +426,7 @@ class Traversal(Method):
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
        example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By the child's promise s follows the
        node with chance min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum over s.
-    2. So the child fails with chance 1 - (a - left). Then, whichever token s was, the node promises anew, with
+    2. So it has success with a - left in sum. Else, whichever token s was, the node promises anew, with
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -434,10 +434,10 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain nothing is tried before a subtree, so the path reaches a node with the given chance a. A walk
-    that comes to a node with chance w comes to a child of ratio r with w min(r, 1), traversal with
-    min(a r, 1). At the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are
-    never fewer. On a branched tree they mostly are more. On one level it is Algorithm 2, with its ratios."""
+    On a chain there is no "if": the path reaches a node with the chance a that it is given. A walk that comes
+    to a node with chance w comes to a child of ratio r with w min(r, 1), traversal with min(a r, 1). At the
+    root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On a
+    branched tree they are mostly more, as measured. On one level it is Algorithm 2, with its ratios."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. A mass is for the case that all before failed: the first success ends."""
@@ -699,7 +699,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW: they are last, but the target may keep them.
+# proposed also verify. What CUTS cut sinks by FAR_BELOW in a draft: it comes last, as the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -1007,7 +1007,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # By depth, (depth, V); in `draw_root` node -1's alone. A draft's nodes share one: a view will do.
+            # A row for each depth; in `draw_root` one, node -1's. A draft's level has one for all its nodes.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1278,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Copy i must be complete, and layer i - 1 computed: copy i + 1 may get the memory that it has freed.
+        # Copy i must be complete, and layer i - 1 computed: copy i + 1 may get its memory, freed already.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
