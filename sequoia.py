@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, all deeper are.
+    # From level `bottom` on rates repeat, so G(d) alone decides G(d + 1): once equal, all later are.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -235,8 +235,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the least -log u / p wins, at about 1: a
-    token needs -log u near p. With 53 bits that falls to 1e-16, with 24 to 6e-8: rarer ones never win."""
+    """Random u from 0 to 1, shaped as `like`. Subtle: when drawing below, the least -log u / p wins, at about 1, so
+    its -log u is near p. With 53 bits none is below 1e-16, with 24 none below 6e-8: rarer ones never win."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -280,9 +280,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
-# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
-# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
+# rejection the token must have the distribution R, the residual, whichever token was rejected, and the other
+# children come from D, the draft without it. That is the same task with one child less: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -334,8 +334,8 @@ def ratios_of_spectr(P, q, tokens, noise):
     of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
     rho be such that 1 - (1 - beta)^k = rho beta. Then the product, t's chance, is rho min(P[t] / rho, Q[t]) =
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
-    Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    The second is near 0 at first. At rho = k it is no less, since k tries accept with k beta at most."""
+    Bisection finds rho. As it grows, beta and 1 - (1 - beta)^k fall, and rho beta, the sum of min(P, rho Q),
+    rises. The former is larger near rho = 0, the latter at k, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +374,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             rejected = layout.rank != rank[layout.parent]
-            # Cut off: rejected, or below such a node. At most one child of each is not: a path, its end last.
+            # Cut off: rejected, or below a rejected node. The rest is one path, its end of highest index.
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -398,9 +398,9 @@ class Matching(Method):
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform given the
-    token proposed, and the noise that proposed it is not. Seed and position name the noise, so a seed names a
-    text, whatever the tree, the draft or the speed, but for rounding.
+    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform whatever
+    was proposed, and the noise that chose the proposal is not. Seed and position name the noise, so a seed
+    names a text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
@@ -419,14 +419,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. A node's promise: if all that is tried before its subtree fails, the path
-    ends at the node or below with chance a, and then token t follows the node with chance R[t]. The root is
-    given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
+    their parent, siblings by rank. A node's promise: given its token, if all tried before its subtree fails,
+    the path ends at the node or below with chance a, and then token t follows the node with chance R[t]. The
+    root is given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
-       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By the child's promise s follows the
-       node with chance min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum over s.
-    2. So it has success with a - left in sum. Else, whichever token s was, the node promises anew, with
+       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. Drawn with D[s] and kept with its
+       mass, s follows with chance min(a R[s], D[s]). Of a R[s] max(a R[s] - D[s], 0) is left, `left` in sum.
+    2. So the child succeeds with a - left in sum. Else, whichever token s was, the node promises anew, with
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -434,8 +434,8 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain there is no "if": the path reaches a node with the chance a that it is given. A walk that comes
-    to a node with chance w comes to a child of ratio r with w min(r, 1), traversal with min(a r, 1). At the
+    On a chain nothing comes before a subtree: the path reaches a node with the chance a given. A walk that is
+    at a node with chance w comes to a child of ratio r with w min(r, 1), traversal with min(a r, 1). At the
     root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On a
     branched tree they are mostly more, as measured. On one level it is Algorithm 2, with its ratios."""
 
@@ -462,7 +462,7 @@ class Traversal(Method):
                 owed = (a * R - D).clamp(min=0)                                                 # (V,)
                 left = owed.sum()
                 R = torch.where(left > 0, owed / left, R)
-                # Subtle: with nothing left the mass is 0, but 1 if a was 1 (0 / 0): the root must end.
+                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, since the root must end it.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -513,7 +513,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
-# and node -1 may be one. So it gets node -1 with each root, which at worst rewrites the entry. Node -1 is the
+# and node -1 may have been one. So it comes with each root, which at worst rewrites its entry. It is the
 # root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
@@ -699,7 +699,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. What CUTS cut sinks by FAR_BELOW in a draft: it comes last, as the target may keep it.
+# proposed also verify. What CUTS cut from a draft is last, FAR_BELOW the rest, as the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -787,7 +787,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments. Its frame, known by `assistant_model`, has all.
+        # `generate` hands over only some of its arguments. Its frame, with an `assistant_model`, has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -1278,7 +1278,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Copy i must be complete, and layer i - 1 computed: copy i + 1 may get its memory, freed already.
+        # Waits for copy i, and for layer i - 1: PyTorch may give the memory of its copy to copy i + 1.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.pop(i, None) or copy(layer))
