@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G(d) alone decides G(d + 1): once equal, all later are.
+    # From level `bottom` on rates repeat: one map makes G(d + 1) from G(d). Once equal, more add nothing.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -200,15 +200,16 @@ def _best_subtrees(acceptance_rates, size):
 
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, G(m) is the best with m nodes one level below and with one level fewer,
-    over any number of children, and with_children[0][1] is 1, the root alone. One more child costs size^2
-    additions, so d levels of b children cost at most d b size^2 for each row of rates."""
+    where the b-th child gets m nodes, G(m) is the best of m nodes one level below, with any number of
+    children, and with_children[0][1] is 1, the root alone. One more child costs size^2 additions, so d levels
+    of b children cost at most d b size^2 for each row of rates."""
     rates = _check_rates(acceptance_rates)
-    n_minus_m = np.subtract.outer(np.arange(size + 1), np.arange(size + 1))
+    n = np.arange(size + 1)
+    n_minus_m = n[:, None] - n
 
     @functools.cache
     def best_subtrees(level, depth):
-        leaf = np.where(np.arange(size + 1) == 1, 1.0, -np.inf)
+        leaf = np.where(n == 1, 1.0, -np.inf)
         with_children = [leaf]
         last_child = []
         if depth > 1:
@@ -235,8 +236,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random u from 0 to 1, shaped as `like`. Subtle: when drawing below, the least -log u / p wins, at about 1, so
-    its -log u is near p. With 53 bits none is below 1e-16, with 24 none below 6e-8: rarer ones never win."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
+    which takes a -log u near p. It falls to 1e-16 with 53 bits, to 6e-8 with 24: rarer tokens never come."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -280,9 +281,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after a
-# rejection the token must have the distribution R, the residual, whichever token was rejected, and the other
-# children come from D, the draft without it. That is the same task with one child less: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
+# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
+# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -332,10 +333,10 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and some token with their sum, beta. One
     of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then the product, t's chance, is rho min(P[t] / rho, Q[t]) =
+    rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
-    Bisection finds rho. As it grows, beta and 1 - (1 - beta)^k fall, and rho beta, the sum of min(P, rho Q),
-    rises. The former is larger near rho = 0, the latter at k, since k tries accept with k beta at most."""
+    Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
+    Near rho = 0 only rho beta is near 0. At rho = k it is k beta, the most that k tries can accept with."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +375,7 @@ class Method:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             rejected = layout.rank != rank[layout.parent]
-            # Cut off: rejected, or below a rejected node. The rest is one path, its end of highest index.
+            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path, its end last.
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -394,7 +395,7 @@ class Matching(Method):
     """The target draws its own token, whatever was proposed: lossless with any children. A child that is this
     token is accepted. `naive` draws children from the draft, `topk` takes its likeliest.
 
-    Where the likeliest token is "drawn" this is greedy decoding. If all scores come with shared noise it is
+    Where `most_likely` draws it, this is greedy decoding. If all scores come with shared noise, too, it is
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
@@ -419,14 +420,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. A node's promise: given its token, if all tried before its subtree fails,
-    the path ends at the node or below with chance a, and then token t follows the node with chance R[t]. The
-    root is given 1 and the target's P, so it promises the target's text. How a node keeps its promise:
+    their parent, siblings by rank. Once its token is drawn a node promises: if no node tried before its
+    subtree succeeds, the path ends at the node or below with chance a, and then a token t follows it with
+    chance R[t]. The root is given 1 and the target's P: it promises the target's text. Why, by induction:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
-       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. Drawn with D[s] and kept with its
-       mass, s follows with chance min(a R[s], D[s]). Of a R[s] max(a R[s] - D[s], 0) is left, `left` in sum.
-    2. So the child succeeds with a - left in sum. Else, whichever token s was, the node promises anew, with
+       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By its promise s, drawn with D[s],
+       follows the node with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
+    2. Over all s the child succeeds with a - left. If not, whichever s was drawn, the node promises anew,
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -434,10 +435,10 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain nothing comes before a subtree: the path reaches a node with the chance a given. A walk that is
-    at a node with chance w comes to a child of ratio r with w min(r, 1), traversal with min(a r, 1). At the
-    root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On a
-    branched tree they are mostly more, as measured. On one level it is Algorithm 2, with its ratios."""
+    On a chain only what is below a node is tried before it, so it is kept with the mass a that it is given. A
+    walk that keeps it with chance w keeps a child of ratio r with w min(r, 1), traversal with min(a r, 1). At
+    the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On
+    a branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. A mass is for the case that all before failed: the first success ends."""
@@ -462,7 +463,7 @@ class Traversal(Method):
                 owed = (a * R - D).clamp(min=0)                                                 # (V,)
                 left = owed.sum()
                 R = torch.where(left > 0, owed / left, R)
-                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, since the root must end it.
+                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, since a root must succeed.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -513,7 +514,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
-# and node -1 may have been one. So it comes with each root, which at worst rewrites its entry. It is the
+# and node -1 may have been one. So the draft gets it again with each root, at worst in vain. It is the
 # root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
@@ -699,7 +700,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. What CUTS cut from a draft is last, FAR_BELOW the rest, as the target may keep it.
+# proposed also verify. CUTS only lower a draft's tokens, by FAR_BELOW: last, but the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -787,7 +788,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments. Its frame, with an `assistant_model`, has all.
+        # `generate` hands over only some of its arguments. The frame with an `assistant_model` has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -880,11 +881,10 @@ class Decoder:
         return int(self.tokens[0])
 
     def probe(self, logits):
-        """A plain step that shows whether the target can be trusted with trees. One that masks by slot, or
-        numbers positions its own way, would give another text without a word. So the prompt's last tokens are
-        scored again, in a tree with decoys beside them. They must score as in the prompt's own pass (logits,
-        (known, V)), but for rounding; else it is a ValueError. The new root, at their end, is scored for the
-        first time, which yields a token."""
+        """Shows whether a target can be trusted with trees. One that masks by slot, or numbers positions its
+        own way, would silently give another text. So the prompt's last tokens are scored again, in a tree,
+        beside decoys. They must score as in the prompt's own pass (logits, (known, V)), but for rounding, or
+        it is a ValueError. The new root, at their end, was never scored: its scores draw the next token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
         # Side by side on every level: a token, and as its decoy the one before.
@@ -1119,7 +1119,7 @@ class Planner:
 
     def planned(self):
         """The planned tree. But if the next larger timed size is over a quarter larger, a tree half way to
-        it, or of double size if there is none, is timed first: t(n) between timed sizes is a guess."""
+        it, or of double size if there is none, is timed before it plans again: t(n) between is a guess."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
@@ -1269,8 +1269,7 @@ def offload(model, device, resident=0):
     copies = {}          # by layer: the copies of its weights on the device
 
     def copy(layer):
-        return {weight: host[weight].to(device, non_blocking=True, copy=True)
-                for weight in layer.parameters()}
+        return {w: host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()}
 
     def give(layer, tensors):
         for weight in layer.parameters():
@@ -1278,13 +1277,14 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for copy i, and for layer i - 1: PyTorch may give the memory of its copy to copy i + 1.
+        # Waits until copy i is complete and layer i - 1 computed: nothing reads copy i - 1, so it is dropped.
         if cuda:
             torch.cuda.synchronize(device)
-        give(layer, copies.pop(i, None) or copy(layer))
-        following = (i + 1) % len(layers)
+        give(layer, copies.get(layer) or copy(layer))
+        copies.pop(layers[i - 1], None)
+        following = layers[(i + 1) % len(layers)]
         with torch.cuda.stream(stream):
-            copies[following] = copy(layers[following])
+            copies[following] = copy(following)
 
     for i, layer in enumerate(layers):
         for weight in layer.parameters():
