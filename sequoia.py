@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat: one map makes G(d + 1) from G(d). Once equal, more add nothing.
+    # From level `bottom` on rates repeat: G(d) alone decides G(d + 1). Once they are equal, all deeper are.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -236,8 +236,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
-    which takes a -log u near p. It falls to 1e-16 with 53 bits, to 6e-8 with 24: rarer tokens never come."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the least -log u / p wins, about 1: by
+    a -log u near p. The least -log u is 1e-16 with 53 bits, 6e-8 with 24: rarer tokens would never win."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -281,13 +281,13 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
-# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
-# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after
+# any rejection the same residual, R, is owed, by children drawn from D, the draft without the rejected token.
+# That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
-# tried, and the last of them has ratio 1. With replacement a rejected token may come again, in vain. Towards
+# tried, and on the last of them R = D = 1. With replacement a rejected token may come again, in vain. Towards
 # temperature 0 children become the draft's likeliest tokens in order; with replacement, copies of one.
 
 def verify_one_node(P, Q, tokens, noise):
@@ -336,7 +336,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    Near rho = 0 only rho beta is near 0. At rho = k it is k beta, the most that k tries can accept with."""
+    Near rho = 0 the second is less. At rho = k it is k beta, and k tries accept no more. So they meet."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -370,7 +370,7 @@ class Method:
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
         layout: section 5's. tokens: (size + 1,). target_scores: from a slice of nodes to their scores,
         (nodes, V); a walk asks only for those that it visits. q: (size, V). If `static`, all nodes are
-        verified at once and the walk follows their ranks: a CUDA graph (section 6) cannot branch."""
+        verified at once, which is more work, and the path found by a mask: a CUDA graph cannot branch."""
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
@@ -395,7 +395,7 @@ class Matching(Method):
     """The target draws its own token, whatever was proposed: lossless with any children. A child that is this
     token is accepted. `naive` draws children from the draft, `topk` takes its likeliest.
 
-    Where `most_likely` draws it, this is greedy decoding. If all scores come with shared noise, too, it is
+    With draw=most_likely this is greedy decoding. With shared noise added to all scores, too, it is
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
@@ -420,14 +420,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. Once its token is drawn a node promises: if no node tried before its
-    subtree succeeds, the path ends at the node or below with chance a, and then a token t follows it with
-    chance R[t]. The root is given 1 and the target's P: it promises the target's text. Why, by induction:
+    their parent, siblings by rank. Once its token is drawn a node promises: if all tried before its subtree
+    failed, the path ends at the node or below with chance a, and then token t follows the node with chance
+    R[t]. The root is given 1 and the target's P: it promises the target's text. Why, by induction:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
        example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By its promise s, drawn with D[s],
        follows the node with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
-    2. Over all s the child succeeds with a - left. If not, whichever s was drawn, the node promises anew,
+    2. Summed over s, the child succeeds with a - left. If not, the node promises anew, the same for every s,
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -435,13 +435,13 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain only what is below a node is tried before it, so it is kept with the mass a that it is given. A
-    walk that keeps it with chance w keeps a child of ratio r with w min(r, 1), traversal with min(a r, 1). At
+    On a chain nothing is tried before a subtree: by its promise a node is kept with the mass a it is given. A
+    walk that keeps it with chance w keeps a child of ratio r with min(w r, w), traversal with min(a r, 1). At
     the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On
     a branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. A mass is for the case that all before failed: the first success ends."""
+        """As `Method.verify_tree`. A mass presumes that all before failed: the first success is the end."""
         nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
         first = (uniform(mass, generator) < mass).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
@@ -463,7 +463,7 @@ class Traversal(Method):
                 owed = (a * R - D).clamp(min=0)                                                 # (V,)
                 left = owed.sum()
                 R = torch.where(left > 0, owed / left, R)
-                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, since a root must succeed.
+                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, so that a root cannot fail.
                 a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
                 remaining = remaining.scatter(0, s, RULED_OUT)
             masses[node] = a
@@ -538,7 +538,7 @@ class Layout:
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
-        # Drawn above. Column `size`, all False, is for what lies beyond the tree; -1, all True, for the text.
+        # Rows: the nodes, node -1. Columns: the nodes, what is beyond the tree (False), the text (True).
         self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, -1] = True
         self.levels = []
@@ -700,7 +700,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. CUTS only lower a draft's tokens, by FAR_BELOW: last, but the target may keep them.
+# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW, not to -inf: the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -1174,7 +1174,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # Divided by the chance that no child before was accepted, which is `is_tried` below.
+        # The prior over the chance to be tried, that no child before was accepted: `is_tried` below.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1277,7 +1277,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits until copy i is complete and layer i - 1 computed: nothing reads copy i - 1, so it is dropped.
+        # Waits for both streams, so for copy i and layer i - 1. Copy i - 1, which nothing reads now, goes.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.get(layer) or copy(layer))
