@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat: G(d) alone decides G(d + 1). Once they are equal, all deeper are.
+    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, they stay equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -236,8 +236,8 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the least -log u / p wins, about 1: by
-    a -log u near p. The least -log u is 1e-16 with 53 bits, 6e-8 with 24: rarer tokens would never win."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
+    53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a token of far smaller p would never be drawn."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -248,7 +248,7 @@ def sample_without_replacement(scores, k, generator=None):
     """Draws k different tokens a row, (rows, V) -> (rows, k); -1 where none is left, or scores are NaN.
 
     Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
-    are the smallest E_i / p_i. Those are arrival times, and token i comes first with probability p_i / sum p.
+    are the smallest E_i / p_i. Those are arrivals at rate p_i: token i is first with probability p_i / sum p.
     Arrivals have no memory, so the next is drawn likewise among the others."""
     return most_likely(scores + gumbel(uniform(scores, generator)), k)
 
@@ -276,14 +276,14 @@ def shared_noise(seed, positions, vocabulary):
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 # Algorithm 2 and its kin try the children of a node in turn, from the root down. A child is accepted if its
-# noise, from 0 to 1, is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token is drawn from
+# noise, in [0, 1), is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token is drawn from
 # the residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after
-# any rejection the same residual, R, is owed, by children drawn from D, the draft without the rejected token.
-# That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
+# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
+# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -336,7 +336,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    Near rho = 0 the second is less. At rho = k it is k beta, and k tries accept no more. So they meet."""
+    The first is larger near rho = 0, the second at rho = k, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, though beta is NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -420,14 +420,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. Once its token is drawn a node promises: if all tried before its subtree
-    failed, the path ends at the node or below with chance a, and then token t follows the node with chance
+    their parent, siblings by rank. Its token given, a node promises: if nothing tried before its subtree has
+    success, the path ends at the node or below with chance a, and then token t follows the node with chance
     R[t]. The root is given 1 and the target's P: it promises the target's text. Why, by induction:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
        example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By its promise s, drawn with D[s],
        follows the node with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
-    2. Summed over s, the child succeeds with a - left. If not, the node promises anew, the same for every s,
+    2. Over all s, the child fails with 1 - (a - left). Given that, whatever s was, the node promises anew,
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -435,8 +435,8 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain nothing is tried before a subtree: by its promise a node is kept with the mass a it is given. A
-    walk that keeps it with chance w keeps a child of ratio r with min(w r, w), traversal with min(a r, 1). At
+    On a chain nothing is tried before a subtree: the path gets to a node with the mass a it is given. A walk
+    that gets to it with chance w gets to a child of ratio r with min(w r, w), traversal with min(a r, 1). At
     the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On
     a branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
@@ -700,7 +700,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW, not to -inf: the target may keep them.
+# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW: they are last, but the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -788,7 +788,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments. The frame with an `assistant_model` has all.
+        # `generate` hands over only some of its arguments. Its frame, with an `assistant_model`, has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -1007,7 +1007,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth; in `draw_root` one, node -1's. A draft's level has one for all its nodes.
+            # A row for each depth; in `draw_root` one: -1 finds it. A draft's level has one for all nodes.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1174,7 +1174,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. A level's prior is the level above, and counts like eight tries."""
-        # The prior over the chance to be tried, that no child before was accepted: `is_tried` below.
+        # The prior divided by the chance that no child before was accepted, as `is_tried` below.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1277,7 +1277,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for both streams, so for copy i and layer i - 1. Copy i - 1, which nothing reads now, goes.
+        # Waits until copy i is complete and layer i - 1 computed: nothing reads copy i - 1, so it is dropped.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.get(layer) or copy(layer))
