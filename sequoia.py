@@ -420,14 +420,14 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal their product.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. Its token given, a node promises: if nothing tried before its subtree has
-    success, the path ends at the node or below with chance a, and then token t follows the node with chance
-    R[t]. The root is given 1 and the target's P: it promises the target's text. Why, by induction:
+    their parent, siblings by rank. A node promises, its own token fixed: if all tried before its subtree has
+    failed, the path ends at the node or below with chance a, and then t, a child's token or drawn, follows it
+    with chance R[t]. The root is given 1 and the target's P: it promises the target's text. By induction:
 
     1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
-       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. By its promise s, drawn with D[s],
-       follows the node with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
-    2. Over all s, the child fails with 1 - (a - left). Given that, whatever s was, the node promises anew,
+       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. Drawn with D[s], kept with its mass,
+       s follows with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
+    2. So the child fails with 1 - (a - left), averaged over s. Then the node promises anew, for any s alike,
 
            mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
 
@@ -435,10 +435,10 @@ class Traversal(Method):
        chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
        chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
 
-    On a chain nothing is tried before a subtree: the path gets to a node with the mass a it is given. A walk
-    that gets to it with chance w gets to a child of ratio r with min(w r, w), traversal with min(a r, 1). At
-    the root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On
-    a branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
+    On a chain nothing is tried before a subtree: the path gets to a node with its given mass a. A walk that
+    gets to it with chance w gets to a child of ratio r with min(w r, w), traversal with min(a r, 1). At the
+    root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On a
+    branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. A mass presumes that all before failed: the first success is the end."""
@@ -1078,9 +1078,9 @@ def plan(rates, latency):
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 class Planner:
-    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. It plans again when
-    it has seen twice as many steps, and times all anew when steps do not take what the plan says. shape: as a
-    Decoder's tree; a Tree is taken as it is. plan: the Plan in use, if "auto" has made one."""
+    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At step 32, and then
+    whenever the steps have doubled, it times c and plans again. It times all anew when steps do not take what
+    the plan says. shape: as a Decoder's tree; a Tree is taken as it is. plan: the Plan in use by "auto"."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1277,7 +1277,7 @@ def offload(model, device, resident=0):
 
     def before(i, layer, _):
         """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits until copy i is complete and layer i - 1 computed: nothing reads copy i - 1, so it is dropped.
+        # Waits for both streams: copy i is complete, to be used; layer i - 1 computed, its copy is dropped.
         if cuda:
             torch.cuda.synchronize(device)
         give(layer, copies.get(layer) or copy(layer))
