@@ -331,8 +331,8 @@ def ratios_in_turn(P, q, tokens, noise, replacement=False):
 def ratios_of_spectr(P, q, tokens, noise):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]), and some token with their sum, beta. One
-    of k tries accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
+    One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
+    try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
@@ -1078,9 +1078,9 @@ def plan(rates, latency):
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 class Planner:
-    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At step 32, and then
-    whenever the steps have doubled, it times c and plans again. It times all anew when steps do not take what
-    the plan says. shape: as a Decoder's tree; a Tree is taken as it is. plan: the Plan in use by "auto"."""
+    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At step 32, and
+    whenever the steps have doubled since, it times c and plans again. It times all anew when steps do not
+    take what is planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, by "auto"."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
