@@ -17,7 +17,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4, seconds of a step without draft passes; of a pass
+    t(n), c          Latency                     section 4, seconds of a step without draft passes; of one
 
 Sections 1 to 6 are the method, 7 plans, 8 makes passes fast or small, 9 is the command line. Each needs those
 above it. Besides, section 4 is given section 5's Layout, 6 asks 7 for trees, and 8 marks models: `recorded`,
@@ -200,9 +200,8 @@ def _best_subtrees(acceptance_rates, size):
 
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, G(m) is the best of m nodes one level below, with any number of
-    children, and with_children[0][1] is 1, the root alone. One more child costs size^2 additions, so d levels
-    of b children cost at most d b size^2 for each row of rates."""
+    where the b-th child gets m nodes, the best of which one level below have G(m). with_children[0][1] is 1,
+    the root alone. A child costs size^2 additions, b on d levels at most d b size^2 for each row of rates."""
     rates = _check_rates(acceptance_rates)
     n = np.arange(size + 1)
     n_minus_m = n[:, None] - n
@@ -336,9 +335,9 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
     Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    The first is larger near rho = 0, the second at rho = k, since k tries accept with k beta at most."""
+    The first is larger near rho = 0, and not at rho = k, since k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
-    # Without children k and rho are 0, though beta is NaN, and the residual is P.
+    # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
@@ -417,7 +416,7 @@ class Traversal(Method):
 
     Say the draft gives the two tokens of a chain 0.8 and 0.4, the target 0.4 and 0.8. Their ratios are 0.5
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
-    accepted. The walk cuts each ratio at 1, traversal their product.
+    accepted. The walk cuts each ratio at 1, traversal the product so far.
 
     From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
     their parent, siblings by rank. A node promises, its own token fixed: if all tried before its subtree has
@@ -700,7 +699,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. CUTS lower a draft's tokens by FAR_BELOW: they are last, but the target may keep them.
+# proposed also verify. What CUTS cut from a draft sinks by FAR_BELOW: it is last, but the target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -1078,9 +1077,9 @@ def plan(rates, latency):
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 class Planner:
-    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At step 32, and
-    whenever the steps have doubled since, it times c and plans again. It times all anew when steps do not
-    take what is planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, by "auto"."""
+    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At twice a plan's
+    step, or 32 if that is later, it times c and plans again. It times all anew when steps do not take what is
+    planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, if "auto" has made one."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1263,35 +1262,36 @@ def offload(model, device, resident=0):
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
     device, the next is copied: the device holds two. Two threads cannot use it at once."""
     cuda = torch.device(device).type == "cuda"
-    layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))[resident:]
     stream = torch.cuda.Stream(device) if cuda else None
+    layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))[resident:]
     host = {}            # by weight of these layers: what stays in host memory
     copies = {}          # by layer: the copies of its weights on the device
 
-    def copy(layer):
-        return {w: host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()}
+    def fetch(layer):
+        if layer not in copies:
+            copies[layer] = {w: host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()}
 
     def give(layer, tensors):
         for weight in layer.parameters():
             weight.data = tensors[weight]
 
-    def before(i, layer, _):
-        """Layer i is about to be computed: from the copy that was begun with layer i - 1, if it was."""
-        # Waits for both streams: copy i is complete, to be used; layer i - 1 computed, its copy is dropped.
+    def before(following, layer, _):
+        # Waits for both streams: the layer's copy is complete, the layers before are computed, so theirs go.
         if cuda:
             torch.cuda.synchronize(device)
-        give(layer, copies.get(layer) or copy(layer))
-        copies.pop(layers[i - 1], None)
-        following = layers[(i + 1) % len(layers)]
+        for other in copies.keys() - {layer}:
+            give(other, host)
+            del copies[other]
+        fetch(layer)
+        give(layer, copies[layer])
         with torch.cuda.stream(stream):
-            copies[following] = copy(following)
+            fetch(following)
 
-    for i, layer in enumerate(layers):
+    for layer, following in zip(layers, [*layers[1:], *layers[:1]]):
         for weight in layer.parameters():
             host[weight] = weight.data.pin_memory() if cuda else weight.data
             weight.data = host[weight]
-        layer.register_forward_pre_hook(functools.partial(before, i))
-        layer.register_forward_hook(lambda layer, *_: give(layer, host))
+        layer.register_forward_pre_hook(functools.partial(before, following))
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in host:
             tensor.data = tensor.data.to(device)
