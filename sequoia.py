@@ -1213,7 +1213,7 @@ def pack(model):
 
     A recording is a TorchScript trace: the operators that one run called, to run on other tensors, of other
     lengths too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
-    embeddings' angles, is decided for good. So it is given up unless equal, bit for bit, on other inputs."""
+    embeddings' angles, is decided for good. So a trace is given up unless bit-equal on other inputs."""
     unfit = {"recorded", "offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
@@ -1276,7 +1276,7 @@ def offload(model, device, resident=0):
             weight.data = tensors[weight]
 
     def before(following, layer, _):
-        # Waits for both streams: the layer's copy is complete, the layers before are computed, so theirs go.
+        # Waits for both streams: the layer's copy is complete, and others, of layers computed before, may go.
         if cuda:
             torch.cuda.synchronize(device)
         for other in copies.keys() - {layer}:
