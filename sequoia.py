@@ -17,7 +17,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4, seconds of a step without draft passes; of one
+    t(n), c          Latency                     section 4, seconds: a step without draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 makes passes fast or small, 9 is the command line. Each needs those
 above it. Besides, section 4 is given section 5's Layout, 6 asks 7 for trees, and 8 marks models: `recorded`,
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so one map makes G(d + 1) from G(d): once equal, they stay equal.
+    # From level `bottom` on rates repeat, and G(d + 1) follows from G(d) alone: once equal, they stay equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -200,8 +200,8 @@ def _best_subtrees(acceptance_rates, size):
 
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
-    where the b-th child gets m nodes, the best of which one level below have G(m). with_children[0][1] is 1,
-    the root alone. A child costs size^2 additions, b on d levels at most d b size^2 for each row of rates."""
+    where the b-th child gets m nodes, worth G(m) at best, one level below. with_children[0][1] is 1, the root
+    alone. As G is kept, b children on d levels cost at most d b size^2 additions for each row of rates."""
     rates = _check_rates(acceptance_rates)
     n = np.arange(size + 1)
     n_minus_m = n[:, None] - n
@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
-    53 bits let -log u fall to 1e-16, float32's 24 to 6e-8: a token of far smaller p would never be drawn."""
+    The least is near 1, so p = 1e-9 needs -log u near 1e-9. Float32's 24 bits give 6e-8 or more, 53 1e-16."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -259,8 +259,7 @@ def most_likely(scores, k, generator=None):
     """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k), -1 where fewer are possible."""
     best = scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
-    missing = k - tokens.shape[1]
-    return nn.functional.pad(tokens, (0, missing), value=-1) if missing else tokens
+    return nn.functional.pad(tokens, (0, k - tokens.shape[1]), value=-1)
 
 def shared_noise(seed, positions, vocabulary):
     """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token. The
@@ -281,8 +280,8 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
-# residual, is the same whichever token was rejected. So the others, drawn from D, the draft without it, must
-# yield R. That is the same task with one child less, and R and D in place of P and Q: induction does it.
+# residual, is the same whichever token was rejected. So it is enough if the others, drawn from D, the draft
+# without it, yield R. That is the same task with one child less, R and D for P and Q: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -333,9 +332,9 @@ def ratios_of_spectr(P, q, tokens, noise):
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
-    min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): its sum is the chance that all tries fail.
-    Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q), rises.
-    The first is larger near rho = 0, and not at rho = k, since k tries accept with k beta at most."""
+    min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
+    fail. Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
+    rises. Near rho = 0 the second is near 0. At rho = k it is k beta, which k tries cannot exceed."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -354,7 +353,7 @@ class Method:
     """How a node's children are proposed and verified."""
     propose: Callable                               # a function as in section 3
     ratios: Callable = None                         # one of the two above
-    draw: Callable = sample_without_replacement     # of the token after the path, from the residual's scores
+    draw: Callable = sample_without_replacement     # of the token after the path, from its scores
     shared_noise: bool = False                      # whether all scores come with their position's noise
 
     def verify(self, p, q, tokens, generator=None):
@@ -373,9 +372,10 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
+            # Rejected: not its parent's choice. Cut off: it, or an ancestor below the root, is rejected.
             rejected = layout.rank != rank[layout.parent]
-            # Cut off: it or an ancestor, the root aside, is rejected. The rest is one path, its end last.
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
+            # What is left is one path. Its end stands last.
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
@@ -418,57 +418,57 @@ class Traversal(Method):
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
-    From the root down, nodes are given a mass a and a distribution R. Then they are tried, children before
-    their parent, siblings by rank. A node promises, its own token fixed: if all tried before its subtree has
-    failed, the path ends at the node or below with chance a, and then t, a child's token or drawn, follows it
-    with chance R[t]. The root is given 1 and the target's P: it promises the target's text. By induction:
+    Nodes are tried children before their parent, siblings by rank. The first to succeed is the path's end.
+    From the root down each node is given a promise w, (V,): if all tried before its subtree have failed, the
+    path goes through the node and on to token t, a child's or the drawn one, with chance w[t], averaged over
+    all tokens below. The root is given the target's P: it promises the target's text. A node keeps its
+    promise, if those below do:
 
-    1. Its first child's token s was drawn from D. The child is given the mass min(a R[s] / D[s], 1), in the
-       example 0.5, then min(0.5 * 2, 1) = 1, and the target's P after s. Drawn with D[s], kept with its mass,
-       s follows with min(a R[s], D[s]). Of a R[s] this leaves max(a R[s] - D[s], 0), `left` in sum.
-    2. So the child fails with 1 - (a - left), averaged over s. Then the node promises anew, for any s alike,
+    1. Its first child's token s was drawn from D. The child is given m P', with P' the target's after s and
+       m = min(w[s] / D[s], 1): in the example 0.5, then min(0.5 * 2, 1) = 1. So the path goes through it with
+       chance m, and on as the target would. By this child s follows with chance D[s] m = min(w[s], D[s]).
+    2. Averaged over s, its subtree fails with chance 1 - sum min(w, D), and w - min(w, D) is still to be
+       done. So let the promise after a failure be w' = (w - min(w, D)) / (1 - sum min(w, D)), for every s.
+       The next child, drawn from D without s, does its part of w' in the same way. After the last child the
+       path ends at the node with chance sum w', and t is drawn from w' / sum w'. So the rest is done, too.
 
-           mass  left / (1 - (a - left))        residual  max(a R - D, 0) / left
-
-       and keeps it by its next child, drawn from D without s. After its last child the path ends here with
-       chance `mass`, and t is drawn from `residual`. So the first promise is kept: t follows the node with
-       chance min(a R[t], D[t]) + (1 - (a - left)) * mass * residual[t] = a R[t].
-
-    On a chain nothing is tried before a subtree: the path gets to a node with its given mass a. A walk that
-    gets to it with chance w gets to a child of ratio r with min(w r, w), traversal with min(a r, 1). At the
-    root w = a = 1, so w <= a everywhere: the expected tokens, sums of these chances, are never fewer. On a
+    On a chain nothing is tried before a subtree: the path gets to a node with its chance m. A walk that gets
+    to it with chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root
+    a = m = 1, so a <= m everywhere: the expected tokens, sums of these chances, are never fewer. On a
     branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. A mass presumes that all before failed: the first success is the end."""
-        nodes, mass, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
-        first = (uniform(mass, generator) < mass).max(dim=0, keepdim=True).indices
-        return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
+        P = target_scores(slice(len(q))).softmax(dim=1)
+        promises = self.promises(layout, tokens, P, q)
+        chance = promises.sum(dim=1)[layout.children_first]
+        # The root is the last. Its chance is 1, but for rounding.
+        chance[-1] = 1
+        first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
+        node = layout.children_first[first]
+        residual = normalise(promises[node], otherwise=P[node])
+        return node, self.draw(residual.log(), 1, generator)[:, 0]
 
-    def endings(self, layout, tokens, P, q):
-        """The nodes in the order of their turns, children first, (size,). Each one's mass after its last
-        child, the chance that the path then ends there, (size,). Its residual by then, (size, V)."""
-        masses = [P.new_ones(1)] * len(P)
-        residuals = []
+    def promises(self, layout, tokens, P, q):
+        """Each node's promise after its last child, (size, V)."""
+        promises = list(P)
         for node, children in enumerate(layout.tree.children):
-            a, R = masses[node], P[node]
+            w = promises[node]
             remaining = q[node]
             for child in children:
                 exists = tokens[child] >= 0
                 s = tokens[child, None].clamp(min=0)                                            # (1,)
                 # A child that does not exist takes nothing.
                 D = torch.where(exists, remaining.softmax(dim=0), 0)
-                masses[child] = torch.where(exists, a * R[s] / D[s], 0).clamp(max=1)
-                owed = (a * R - D).clamp(min=0)                                                 # (V,)
-                left = owed.sum()
-                R = torch.where(left > 0, owed / left, R)
-                # Subtle: left = 0 makes the mass 0, or 0 / 0 if a is 1: then 1, so that a root cannot fail.
-                a = torch.where(left > 0, left / (left + (1 - a)), a.floor())
+                m = torch.where(exists, w[s] / D[s], 0).clamp(max=1)
+                promises[child] = m * P[child]
+                done = torch.minimum(w, D)                                                      # (V,)
+                left = w - done
+                # Subtle: it is no less than the sum of `left`, but for rounding. And 0 / 0 would be NaN.
+                failed = torch.maximum(1 - done.sum(), left.sum() + 1e-30)
+                w = left / failed
                 remaining = remaining.scatter(0, s, RULED_OUT)
-            masses[node] = a
-            residuals.append(R)
-        nodes = layout.children_first
-        return nodes, torch.cat(masses)[nodes], torch.stack(residuals)[nodes]
+            promises[node] = w
+        return torch.stack(promises)
 
 METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
@@ -517,7 +517,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
-    """What growing one level takes. On the right, for the tree drawn above: the root's, nodes 1 and 2's."""
+    """What growing one level takes. On the right, for the tree drawn above: levels 0 and 1."""
     parents: Tensor      # (parents,) its nodes with children                          [0]        [1]
     fed: Tensor          # what the draft is fed: those, and node -1 with the root     [-1, 0]    [1]
     width: int           # how many are proposed to each: the most that one has        2          1
@@ -675,8 +675,8 @@ def attention_windows(model):
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 def context_of(model):
-    """The most tokens that a model can be fed. Beyond its short length longrope turns all earlier keys, too,
-    which transformers then computes anew and a tree cannot: the short length is the context."""
+    """The most tokens that a model can be fed. Past its short length longrope rotates all earlier keys anew,
+    which transformers can do and a tree cannot: the short length is the context."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
@@ -699,7 +699,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. What CUTS cut from a draft sinks by FAR_BELOW: it is last, but the target may keep it.
+# proposed also verify. In a draft CUTS only sink tokens by FAR_BELOW, to come last: the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -843,7 +843,7 @@ class Decoder:
             # Untimed: a tree's first step, which warms up, and if static its second, which is recorded.
             self.planner.learn(step, seconds[0] if self.steps > 1 + self.static else None)
             self.on_step(step)
-            # A token of -1, for NaN or none possible, makes the path invalid, too.
+            # A token of -1 means NaN or none possible. Its path may be of such tokens, too.
             yield from step.tokens if step.token >= 0 else [-1]
 
     def begin(self, text, padding):
@@ -886,7 +886,7 @@ class Decoder:
         it is a ValueError. The new root, at their end, was never scored: its scores draw the next token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
-        # Side by side on every level: a token, and as its decoy the one before.
+        # Side by side on every level, so that slots are not positions: a token, and as decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
         # Nodes 0, 1, 3, 5, ..: the path to the last node but one, where the first sequence ends.
@@ -954,7 +954,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Below a child that does not exist there is none. tokens[-1] meets column `size`, which is all False.
+        # Below a child that does not exist there is none. tokens[-1] meets the mask's column `size`: False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1077,9 +1077,9 @@ def plan(rates, latency):
     return Plan(optimal_tree(rates, n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
 class Planner:
-    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. At twice a plan's
-    step, or 32 if that is later, it times c and plans again. It times all anew when steps do not take what is
-    planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, if "auto" has made one."""
+    """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. A plan made at step
+    i is made again at step 2 i, or 32 if that is later, with c timed anew. All is timed anew when steps take
+    another time than planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, if any."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1172,7 +1172,7 @@ class Planner:
 
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
-        chance that it is tried. A level's prior is the level above, and counts like eight tries."""
+        chance that it is tried. Each level's prior is the level above, worth eight tries."""
         # The prior divided by the chance that no child before was accepted, as `is_tried` below.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
@@ -1276,7 +1276,7 @@ def offload(model, device, resident=0):
             weight.data = tensors[weight]
 
     def before(following, layer, _):
-        # Waits for both streams: the layer's copy is complete, and others, of layers computed before, may go.
+        # Waits for both streams: this layer's copy is complete, and the others, no longer used, may go.
         if cuda:
             torch.cuda.synchronize(device)
         for other in copies.keys() - {layer}:
@@ -1326,7 +1326,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens with this probability together, 0 to 1 (all)")
     add("--top-k", type=int, help="keep so many likeliest tokens (all)")
-    add("--seed", type=int, default=0, help="repeats the text of a tree, with gumbel of any (%(default)s)")
+    add("--seed", type=int, default=0, help="same seed and tree, same text; gumbel: any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", type=tree_shape, default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",

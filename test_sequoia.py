@@ -608,10 +608,12 @@ def outcomes(name, tree, tokens, P, Q):
         layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
             free = 1.0
-            for node, mass, residual in zip(*METHODS[name].endings(layout, proposal, P[i], Q[i].log())):
-                following[i, node] = residual
-                last[i, node] = free * mass
-                free *= 1 - mass
+            promises = METHODS[name].promises(layout, proposal, P[i], Q[i].log())
+            for node in layout.children_first.tolist():
+                chance = promises[node].sum()
+                following[i, node] = promises[node] / chance if chance > 0 else P[i, node]
+                last[i, node] = free * chance
+                free *= 1 - chance
         return last, following
     # `last` is a node's chance to be reached, then that to end there.
     last[:, 0] = 1
