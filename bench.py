@@ -530,9 +530,8 @@ def expected_of_walk(layout, tokens, P, q):
 
 def expected_of_traversal(layout, tokens, P, q):
     """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    nodes = layout.children_first
-    chances = METHODS["traversal"].promises(layout, tokens, P, q)[nodes].sum(dim=1)
-    return (in_turn(chances[None])[0] * (layout.depth[nodes] + 1)).sum().item()
+    nodes, masses, _ = METHODS["traversal"].endings(layout, tokens, P, q)
+    return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
 
 
 EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}

@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, and G(d + 1) follows from G(d) alone: once equal, they stay equal.
+    # From level `bottom` on rates repeat, so G(d) alone gives G(d + 1): once two are equal, all deeper are.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -201,7 +201,7 @@ def _best_subtrees(acceptance_rates, size):
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
 
     where the b-th child gets m nodes, worth G(m) at best, one level below. with_children[0][1] is 1, the root
-    alone. As G is kept, b children on d levels cost at most d b size^2 additions for each row of rates."""
+    alone. As G is kept, d levels of b children cost d b size^2 additions at most for each row of rates."""
     rates = _check_rates(acceptance_rates)
     n = np.arange(size + 1)
     n_minus_m = n[:, None] - n
@@ -235,8 +235,9 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
-    The least is near 1, so p = 1e-9 needs -log u near 1e-9. Float32's 24 bits give 6e-8 or more, 53 1e-16."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
+    which is about 1. So to be drawn, one of p = 1e-9 needs a -log u of 1e-9. Float32's 24 bits give no less
+    than 6e-8: it never would be. 53 bits give 1e-16."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -259,11 +260,12 @@ def most_likely(scores, k, generator=None):
     """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k), -1 where fewer are possible."""
     best = scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, -1)
-    return nn.functional.pad(tokens, (0, k - tokens.shape[1]), value=-1)
+    missing = k - tokens.shape[1]
+    return nn.functional.pad(tokens, (0, missing), value=-1) if missing else tokens
 
 def shared_noise(seed, positions, vocabulary):
-    """Gumbel noise that a position owns, (positions, V): a function of seed (1,), position and token. The
-    three are hashed to 64 bits by the finaliser of splitmix64, the same on every device."""
+    """Gumbel noise for what follows each position, (positions, V): a function of seed (1,), position and
+    token. These are hashed to 64 bits by the finaliser of splitmix64, the same on every device."""
     tokens = torch.arange(vocabulary, device=positions.device)
     x = seed + positions[:, None] * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -274,14 +276,14 @@ def shared_noise(seed, positions, vocabulary):
 
 # --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
 # Algorithm 2 and its kin try the children of a node in turn, from the root down. A child is accepted if its
-# noise, in [0, 1), is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token is drawn from
-# the residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
+# noise, uniform in [0, 1), is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token comes
+# from the residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R, the
-# residual, is the same whichever token was rejected. So it is enough if the others, drawn from D, the draft
-# without it, yield R. That is the same task with one child less, R and D for P and Q: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: the
+# residual, R, is the same whichever token was rejected, and what P still lacks. The others, drawn from D, the
+# draft without that token, must yield R. That is the same task with one child less: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -334,7 +336,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
-    rises. Near rho = 0 the second is near 0. At rho = k it is k beta, which k tries cannot exceed."""
+    rises: from 0, which is less, to k beta at rho = k, which is not: k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -372,10 +374,11 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # Rejected: not its parent's choice. Cut off: it, or an ancestor below the root, is rejected.
+            # Not its parent's choice.
             rejected = layout.rank != rank[layout.parent]
+            # It or an ancestor is rejected. The mask's columns 1:-2 are the nodes below the root (section 5).
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
-            # What is left is one path. Its end stands last.
+            # What is left is one path. In level order its end stands last.
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
@@ -398,8 +401,8 @@ class Matching(Method):
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs a number that is uniform whatever
-    was proposed, and the noise that chose the proposal is not. Seed and position name the noise, so a seed
+    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent of the
+    proposal, and the noise that chose it is not. Seed and position name the noise, so a seed
     names a text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
@@ -418,57 +421,46 @@ class Traversal(Method):
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
-    Nodes are tried children before their parent, siblings by rank. The first to succeed is the path's end.
-    From the root down each node is given a promise w, (V,): if all tried before its subtree have failed, the
-    path goes through the node and on to token t, a child's or the drawn one, with chance w[t], averaged over
-    all tokens below. The root is given the target's P: it promises the target's text. A node keeps its
-    promise, if those below do:
+    At every node Algorithm 2 decides, with one more outcome: failure. The root's target gives it no chance,
+    and no draft proposes it. A child s is accepted with chance m = min(R[s] / D[s], 1), but in place of noise
+    what is below it decides. For the child has a target, too: m P', where P' is the model's after s, and
+    failure with chance 1 - m. If it fails, it is rejected. Else the path goes through it, and on as the model
+    would. After its last child a node draws from its residual: a token, which ends the path, or failure.
 
-    1. Its first child's token s was drawn from D. The child is given m P', with P' the target's after s and
-       m = min(w[s] / D[s], 1): in the example 0.5, then min(0.5 * 2, 1) = 1. So the path goes through it with
-       chance m, and on as the target would. By this child s follows with chance D[s] m = min(w[s], D[s]).
-    2. Averaged over s, its subtree fails with chance 1 - sum min(w, D), and w - min(w, D) is still to be
-       done. So let the promise after a failure be w' = (w - min(w, D)) / (1 - sum min(w, D)), for every s.
-       The next child, drawn from D without s, does its part of w' in the same way. After the last child the
-       path ends at the node with chance sum w', and t is drawn from w' / sum w'. So the rest is done, too.
+    As Algorithm 2 is lossless for any target, each node yields its target's outcomes: first the leaves, then
+    their parents, and so on to the root, whose target is the model's.
+    In the example m is 0.5, then min(0.5 * 2, 1) = 1: the second token never fails.
 
-    On a chain nothing is tried before a subtree: the path gets to a node with its chance m. A walk that gets
-    to it with chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root
-    a = m = 1, so a <= m everywhere: the expected tokens, sums of these chances, are never fewer. On a
-    branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
+    On a chain a node fails with chance 1 - m, so the path gets to it with m. A walk that gets to it with
+    chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
+    so a <= m everywhere: the expected tokens, sums of these chances, are never fewer. On a branched tree they
+    are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        P = target_scores(slice(len(q))).softmax(dim=1)
-        promises = self.promises(layout, tokens, P, q)
-        chance = promises.sum(dim=1)[layout.children_first]
-        # The root is the last. Its chance is 1, but for rounding.
-        chance[-1] = 1
+        """As `Method.verify_tree`. The first node in turn that does not fail ends the path."""
+        nodes, chance, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
         first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
-        node = layout.children_first[first]
-        residual = normalise(promises[node], otherwise=P[node])
-        return node, self.draw(residual.log(), 1, generator)[:, 0]
+        return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
 
-    def promises(self, layout, tokens, P, q):
-        """Each node's promise after its last child, (size, V)."""
-        promises = list(P)
-        for node, children in enumerate(layout.tree.children):
-            w = promises[node]
-            remaining = q[node]
-            for child in children:
-                exists = tokens[child] >= 0
-                s = tokens[child, None].clamp(min=0)                                            # (1,)
-                # A child that does not exist takes nothing.
-                D = torch.where(exists, remaining.softmax(dim=0), 0)
-                m = torch.where(exists, w[s] / D[s], 0).clamp(max=1)
-                promises[child] = m * P[child]
-                done = torch.minimum(w, D)                                                      # (V,)
-                left = w - done
-                # Subtle: it is no less than the sum of `left`, but for rounding. And 0 / 0 would be NaN.
-                failed = torch.maximum(1 - done.sum(), left.sum() + 1e-30)
-                w = left / failed
-                remaining = remaining.scatter(0, s, RULED_OUT)
-            promises[node] = w
-        return torch.stack(promises)
+    def endings(self, layout, tokens, P, q):
+        """The nodes in the order of their turns, children first, (size,). Each one's chance of a token, if
+        all its children have failed, (size,), and the tokens' residual, not normalised, (size, V)."""
+        # The last column is failure's.
+        R = nn.functional.pad(P, (0, 1))                                                # (size, V + 1)
+        q = nn.functional.pad(q, (0, 1), value=RULED_OUT)
+        children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
+        for level in layout.levels:
+            proposed = children[level.parents, : level.width]
+            # Noise that accepts no child: this gives all ratios, and the residual after the last.
+            never = R.new_full(proposed.shape, math.inf)
+            ratios, R[level.parents] = ratios_in_turn(R[level.parents], q[level.parents], proposed, never)
+            m = ratios.take(level.chosen).clamp(max=1)[:, None]                         # (children, 1)
+            R[level.children] = torch.cat([m * P[level.children], 1 - m], dim=1)
+        nodes = layout.children_first
+        residual = R[nodes, :-1]
+        success = residual.sum(dim=1)
+        # Subtle: exactly 1 for the root, the last. 1 less failure's chance would round small chances to 0.
+        return nodes, success / (success + R[nodes, -1]), residual
 
 METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
@@ -512,12 +504,13 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 3       x              x          x       x                    x
 #     after        the text ............     root    node 2   next root   free
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
-# root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is fed no leaf
-# and node -1 may have been one. So the draft gets it again with each root, at worst in vain. It is the
-# root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and positions.
+# root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
+# leaves: if node -1 was one, its entry is missing. So the draft gets it again with each root, at worst in
+# vain. It is the root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and
+# positions.
 
 class Level(NamedTuple):
-    """What growing one level takes. On the right, for the tree drawn above: levels 0 and 1."""
+    """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
     parents: Tensor      # (parents,) its nodes with children                          [0]        [1]
     fed: Tensor          # what the draft is fed: those, and node -1 with the root     [-1, 0]    [1]
     width: int           # how many are proposed to each: the most that one has        2          1
@@ -553,7 +546,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: for -1 `move` copies node -1's entry to free slots, unused.
+        # From the root to each node, then -1 as padding, for which `move` fills slots that are free anyway.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -698,8 +691,8 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-# Processors shape the draft too: one like the target is accepted more. Any is lossless, as the scores that
-# proposed also verify. In a draft CUTS only sink tokens by FAR_BELOW, to come last: the target may keep them.
+# Processors shape the draft too: one like the target is accepted more. Any is lossless: the same scores
+# propose and verify. What CUTS rule out in a draft sinks by FAR_BELOW: it comes last, a target may keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -787,7 +780,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over only some of its arguments. Its frame, with an `assistant_model`, has all.
+        # `generate` hands over some arguments. Its frame, with a local `assistant_model`, has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -886,7 +879,7 @@ class Decoder:
         it is a ValueError. The new root, at their end, was never scored: its scores draw the next token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
-        # Side by side on every level, so that slots are not positions: a token, and as decoy the one before.
+        # Two on every level, so that slots run ahead of positions: a token, and as its decoy the one before.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
         # Nodes 0, 1, 3, 5, ..: the path to the last node but one, where the first sequence ends.
@@ -954,7 +947,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Below a child that does not exist there is none. tokens[-1] meets the mask's column `size`: False.
+        # Below a child that does not exist there is none. tokens[-1] meets column `size`, all False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -997,7 +990,7 @@ class Decoder:
         vocabulary, as the processors shape them. level: that of a draft's nodes."""
         draft = level is not None
         scores = logits.float()
-        # A negative number cuts off what only the draft's vocabulary has.
+        # Negative padding cuts off what only the draft's vocabulary has.
         missing = self.vocabulary - logits.shape[1]
         scores = nn.functional.pad(scores, (0, missing), value=RULED_OUT) if missing else scores
         if self.reads_text:
@@ -1006,7 +999,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth; in `draw_root` one: -1 finds it. A draft's level has one for all nodes.
+            # A row for each depth: a draft's level has one for all nodes. In `draw_root` -1 finds the one.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1117,8 +1110,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But if the next larger timed size is over a quarter larger, a tree half way to
-        it, or of double size if there is none, is timed before it plans again: t(n) between is a guess."""
+        """The planned tree. But first a tree half way to the next larger timed size, or of double size if
+        none is larger, is timed: t(n) between is a guess. Unless the next larger is within a quarter."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
@@ -1173,7 +1166,7 @@ class Planner:
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
         chance that it is tried. Each level's prior is the level above, worth eight tries."""
-        # The prior divided by the chance that no child before was accepted, as `is_tried` below.
+        # The prior divided by the chance to be tried: that no child before was accepted.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
@@ -1276,7 +1269,8 @@ def offload(model, device, resident=0):
             weight.data = tensors[weight]
 
     def before(following, layer, _):
-        # Waits for both streams: this layer's copy is complete, and the others, no longer used, may go.
+        # Waits for both streams: this layer's copy is complete, and the layers before, computed, need theirs
+        # no more.
         if cuda:
             torch.cuda.synchronize(device)
         for other in copies.keys() - {layer}:
@@ -1284,6 +1278,7 @@ def offload(model, device, resident=0):
             del copies[other]
         fetch(layer)
         give(layer, copies[layer])
+        # Goes on while this layer is computed, after this hook.
         with torch.cuda.stream(stream):
             fetch(following)
 

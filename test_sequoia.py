@@ -608,10 +608,9 @@ def outcomes(name, tree, tokens, P, Q):
         layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
             free = 1.0
-            promises = METHODS[name].promises(layout, proposal, P[i], Q[i].log())
-            for node in layout.children_first.tolist():
-                chance = promises[node].sum()
-                following[i, node] = promises[node] / chance if chance > 0 else P[i, node]
+            for node, chance, residual in zip(*METHODS[name].endings(layout, proposal, P[i], Q[i].log())):
+                if chance > 0:
+                    following[i, node] = residual / residual.sum()
                 last[i, node] = free * chance
                 free *= 1 - chance
         return last, following
@@ -1704,6 +1703,7 @@ def test_offloaded_output_equals_resident_output(name, device):
 
 def run_main(capfd, *arguments):
     """The exit code, the text on standard output, and what stands on standard error."""
+    capfd.readouterr()
     code = sequoia.main(list(arguments))
     out, err = capfd.readouterr()
     return code, out.removesuffix("\n"), err
