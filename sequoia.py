@@ -235,9 +235,9 @@ def _check_rates(acceptance_rates):
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
-    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn,
-    which is about 1. So to be drawn, one of p = 1e-9 needs a -log u of 1e-9. Float32's 24 bits give no less
-    than 6e-8: it never would be. 53 bits give 1e-16."""
+    """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
+    As sum p = 1 the least is about 1, so a token of p = 1e-9 needs a -log u of 1e-9. Float32's 24 bits give
+    no less than 6e-8: it would never be drawn. 53 bits give 1e-16."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -335,8 +335,8 @@ def ratios_of_spectr(P, q, tokens, noise):
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
     rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
-    fail. Bisection finds rho. As it grows 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
-    rises: from 0, which is less, to k beta at rho = k, which is not: k tries accept with k beta at most."""
+    fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
+    rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,7 +374,7 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # Not its parent's choice.
+            # A node is rejected if it is not its parent's choice. (The root has none.)
             rejected = layout.rank != rank[layout.parent]
             # It or an ancestor is rejected. The mask's columns 1:-2 are the nodes below the root (section 5).
             cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
@@ -401,9 +401,9 @@ class Matching(Method):
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent of the
-    proposal, and the noise that chose it is not. Seed and position name the noise, so a seed
-    names a text, whatever the tree, the draft or the speed, but for rounding.
+    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent
+    of the proposal, and the noise that chose it is not. Seed and position name the noise, so a seed names a
+    text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
@@ -423,7 +423,7 @@ class Traversal(Method):
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target gives it no chance,
     and no draft proposes it. A child s is accepted with chance m = min(R[s] / D[s], 1), but in place of noise
-    what is below it decides. For the child has a target, too: m P', where P' is the model's after s, and
+    its own outcome decides, which is settled first. Its target is m P', where P' is the model's after s, and
     failure with chance 1 - m. If it fails, it is rejected. Else the path goes through it, and on as the model
     would. After its last child a node draws from its residual: a token, which ends the path, or failure.
 
@@ -431,13 +431,13 @@ class Traversal(Method):
     their parents, and so on to the root, whose target is the model's.
     In the example m is 0.5, then min(0.5 * 2, 1) = 1: the second token never fails.
 
-    On a chain a node fails with chance 1 - m, so the path gets to it with m. A walk that gets to it with
+    On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
     chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
     so a <= m everywhere: the expected tokens, sums of these chances, are never fewer. On a branched tree they
     are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. The first node in turn that does not fail ends the path."""
+        """As `Method.verify_tree`. Children and elder siblings stand first: the first success is the end."""
         nodes, chance, residual = self.endings(layout, tokens, target_scores(slice(len(q))).softmax(dim=1), q)
         first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
         return nodes[first], self.draw(residual[first].log(), 1, generator)[:, 0]
@@ -506,7 +506,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
 # leaves: if node -1 was one, its entry is missing. So the draft gets it again with each root, at worst in
-# vain. It is the root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and
+# vain. Node -1 is the root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and
 # positions.
 
 class Level(NamedTuple):
@@ -691,8 +691,9 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-# Processors shape the draft too: one like the target is accepted more. Any is lossless: the same scores
-# propose and verify. What CUTS rule out in a draft sinks by FAR_BELOW: it comes last, a target may keep it.
+# Processors shape the draft too: one like the target is accepted more. Any draft is lossless, if the same
+# scores propose and verify. What CUTS rule out in it only sinks, by FAR_BELOW, to come last: the target may
+# keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -947,7 +948,7 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Below a child that does not exist there is none. tokens[-1] meets column `size`, all False.
+        # Nor does what is below a child that does not exist. tokens[-1] meets column `size`, all False.
         missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
         tokens.masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
@@ -1110,8 +1111,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But first a tree half way to the next larger timed size, or of double size if
-        none is larger, is timed: t(n) between is a guess. Unless the next larger is within a quarter."""
+        """The planned tree. But unless a size up to a quarter larger is timed, t(n) there is a guess: first a
+        tree half way to the next larger timed size is timed, or of double size, if none is larger."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
@@ -1269,8 +1270,8 @@ def offload(model, device, resident=0):
             weight.data = tensors[weight]
 
     def before(following, layer, _):
-        # Waits for both streams: this layer's copy is complete, and the layers before, computed, need theirs
-        # no more.
+        # Waits for both streams: this layer's copy is complete, and nothing on the device reads the others
+        # any more, so that their memory may be used again.
         if cuda:
             torch.cuda.synchronize(device)
         for other in copies.keys() - {layer}:
