@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G(d) alone gives G(d + 1): once two are equal, all deeper are.
+    # From level `bottom` on rates repeat, so the array G(d) alone gives G(d + 1): two equal, all equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -281,9 +281,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: the
-# residual, R, is the same whichever token was rejected, and what P still lacks. The others, drawn from D, the
-# draft without that token, must yield R. That is the same task with one child less: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: what
+# P then lacks is the residual, R, whichever token was rejected. The others are drawn from D, the draft
+# without that token. To yield R from D is the same task with one child less: by induction they do.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -333,7 +333,7 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
+    rho be such that 1 - (1 - beta)^k = rho beta. Then the product, t's chance, is rho min(P[t] / rho, Q[t]) =
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
     rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
@@ -374,11 +374,10 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # A node is rejected if it is not its parent's choice. (The root has none.)
+            # A node is rejected if it is not its parent's choice. The root has no parent.
             rejected = layout.rank != rank[layout.parent]
-            # It or an ancestor is rejected. The mask's columns 1:-2 are the nodes below the root (section 5).
-            cut_off = (layout.mask[:-1, 1:-2] & rejected[1:]).any(dim=1)
-            # What is left is one path. In level order its end stands last.
+            # Or if an ancestor, the root aside, is rejected. The others are one path, whose end stands last.
+            cut_off = (layout.ancestors & rejected).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
         node = 0
@@ -423,13 +422,13 @@ class Traversal(Method):
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target gives it no chance,
     and no draft proposes it. A child s is accepted with chance m = min(R[s] / D[s], 1), but in place of noise
-    its own outcome decides, which is settled first. Its target is m P', where P' is the model's after s, and
-    failure with chance 1 - m. If it fails, it is rejected. Else the path goes through it, and on as the model
-    would. After its last child a node draws from its residual: a token, which ends the path, or failure.
+    its own outcome decides. Its target is m P', where P' is the model's after s, and 1 - m of failure. If it
+    fails, it is rejected. Else the path goes through it, and what follows it is from P'. After its last child
+    a node draws from its residual: a token, which ends the path, or failure.
 
-    As Algorithm 2 is lossless for any target, each node yields its target's outcomes: first the leaves, then
-    their parents, and so on to the root, whose target is the model's.
-    In the example m is 0.5, then min(0.5 * 2, 1) = 1: the second token never fails.
+    So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
+    for any target, each node yields its own: the root, the model's. In the example the first m is 0.5, over
+    all second tokens. This one's is min(0.5 * 2, 1) = 1: neither fails.
 
     On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
     chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
@@ -459,7 +458,7 @@ class Traversal(Method):
         nodes = layout.children_first
         residual = R[nodes, :-1]
         success = residual.sum(dim=1)
-        # Subtle: exactly 1 for the root, the last. 1 less failure's chance would round small chances to 0.
+        # Subtle: exactly 1 for the root, the last. 1 - failure's chance would round small ones to 0.
         return nodes, success / (success + R[nodes, -1]), residual
 
 METHODS = {
@@ -506,7 +505,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
 # leaves: if node -1 was one, its entry is missing. So the draft gets it again with each root, at worst in
-# vain. Node -1 is the root's parent, -1, and stands where Python finds -1: last of size + 1 tokens, slots and
+# vain. Its index, -1, is that of the root's parent, and Python finds it last of size + 1 tokens, slots and
 # positions.
 
 class Level(NamedTuple):
@@ -530,6 +529,8 @@ class Layout:
         self.offset = tensor([*range(tree.size), -1])                                   # (size + 1,)
         self.nodes = self.offset[:-1]
         self.depth = tensor([*tree.depths, -1])                                         # (size + 1,)
+        # Each node's ancestors and itself, without the root.
+        self.ancestors = nn.functional.pad(tree.mask[:, 1:], (1, 0)).to(device)         # (size, size)
         # Rows: the nodes, node -1. Columns: the nodes, what is beyond the tree (False), the text (True).
         self.mask = nn.functional.pad(tree.mask, (0, 2, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, -1] = True
@@ -546,7 +547,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1 as padding, for which `move` fills slots that are free anyway.
+        # From the root to each node, then -1 as padding, for which `move` copies node -1 to free slots.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -692,7 +693,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any draft is lossless, if the same
-# scores propose and verify. What CUTS rule out in it only sinks, by FAR_BELOW, to come last: the target may
+# scores propose and verify. What CUTS rule out for a draft sinks by FAR_BELOW, to come last: the target may
 # keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
@@ -948,9 +949,9 @@ class Decoder:
             self.q[level.parents] = q
             proposals = self.method.propose(q, level.width, self.generator)             # (parents, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # Nor does what is below a child that does not exist. tokens[-1] meets column `size`, all False.
-        missing = ((tokens < 0) & layout.mask[:, :-1]).any(dim=1)
-        tokens.masked_fill_(missing, -1)
+        # What is below a child that does not exist does not exist either.
+        missing = (layout.ancestors & (tokens[:-1] < 0)).any(dim=1)
+        tokens[:-1].masked_fill_(missing, -1)
         # 3. The target scores it in one pass.
         logits = self.target.score(tokens, slice(layout.tree.size))                     # (size, V)
         # 4. Verification finds the path to keep and the token after it.
