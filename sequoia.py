@@ -11,7 +11,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
     paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that child k is the one accepted
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, an accepted node's chance to keep child k
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; G(n, d) for the best b
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so the array G(d) alone gives G(d + 1): two equal, all equal.
+    # From level `bottom` on rates repeat, so G(d) alone fixes G(d + 1): if equal, none differs later.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -283,7 +283,8 @@ def shared_noise(seed, positions, vocabulary):
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: what
 # P then lacks is the residual, R, whichever token was rejected. The others are drawn from D, the draft
-# without that token. To yield R from D is the same task with one child less: by induction they do.
+# without that token. To yield R from D is the same task with one child less, and with none R is drawn:
+# induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -333,7 +334,7 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then the product, t's chance, is rho min(P[t] / rho, Q[t]) =
+    rho be such that 1 - (1 - beta)^k = rho beta. Then t's chance, their product, is rho min(P[t] / rho, Q[t]) =
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
     rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
@@ -420,15 +421,15 @@ class Traversal(Method):
     and 2, so the walk accepts both with 0.5 * 1. But both models give the pair 0.32, so it could always be
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
-    At every node Algorithm 2 decides, with one more outcome: failure. The root's target gives it no chance,
-    and no draft proposes it. A child s is accepted with chance m = min(R[s] / D[s], 1), but in place of noise
-    its own outcome decides. Its target is m P', where P' is the model's after s, and 1 - m of failure. If it
+    At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
+    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). Not noise but its
+    own outcome decides: its target is m P', where P' is the model's after s, and failure with 1 - m. If it
     fails, it is rejected. Else the path goes through it, and what follows it is from P'. After its last child
     a node draws from its residual: a token, which ends the path, or failure.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
-    for any target, each node yields its own: the root, the model's. In the example the first m is 0.5, over
-    all second tokens. This one's is min(0.5 * 2, 1) = 1: neither fails.
+    for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
+    min(0.5 * 2, 1) = 1: the second token never fails, which saves the first.
 
     On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
     chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
@@ -450,7 +451,7 @@ class Traversal(Method):
         children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
         for level in layout.levels:
             proposed = children[level.parents, : level.width]
-            # Noise that accepts no child: this gives all ratios, and the residual after the last.
+            # Infinite noise accepts no child: this gives all ratios, and the residual after the last.
             never = R.new_full(proposed.shape, math.inf)
             ratios, R[level.parents] = ratios_in_turn(R[level.parents], q[level.parents], proposed, never)
             m = ratios.take(level.chosen).clamp(max=1)[:, None]                         # (children, 1)
@@ -543,11 +544,11 @@ class Layout:
             fed = parents if depth else [-1, 0]
             self.levels.append(Level(tensor(parents), tensor(fed), children.shape[1], chosen, places))
         self.children = table([torch.tensor(children or [-1]) for children in tree.children]).to(device)
-        self.no_child = self.children < 0                                               # (size, most), both
+        self.no_child = self.children < 0                                               # (size, ranks), both
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1 as padding, for which `move` copies node -1 to free slots.
+        # From the root to each node, then -1 as padding, for which `move` fills free slots in vain.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -881,7 +882,7 @@ class Decoder:
         it is a ValueError. The new root, at their end, was never scored: its scores draw the next token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
-        # Two on every level, so that slots run ahead of positions: a token, and as its decoy the one before.
+        # Each level has a token and, as its decoy, the one before: so slots run ahead of positions.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
         # Nodes 0, 1, 3, 5, ..: the path to the last node but one, where the first sequence ends.
@@ -1001,7 +1002,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth: a draft's level has one for all nodes. In `draw_root` -1 finds the one.
+            # A row for each depth: a draft's level has one for all nodes. `draw_root` has one row: -1.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1112,8 +1113,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But unless a size up to a quarter larger is timed, t(n) there is a guess: first a
-        tree half way to the next larger timed size is timed, or of double size, if none is larger."""
+        """The planned tree, once a size at most a quarter larger is timed. Until then t(n) there is a guess:
+        a tree half way to the next larger timed size is timed, or of double size, if none is larger."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
