@@ -334,7 +334,7 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then t's chance, their product, is rho min(P[t] / rho, Q[t]) =
+    rho be such that 1 - (1 - beta)^k = rho beta. Then t's chance, the product, is rho min(P[t] / rho, Q[t]) =
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
     rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
