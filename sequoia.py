@@ -11,7 +11,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
     paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, an accepted node's chance to keep child k
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, chance that an accepted node's child k is too
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; G(n, d) for the best b
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G(d) alone fixes G(d + 1): if equal, none differs later.
+    # From level `bottom` on rates repeat, so G(d + 1) is one function of G(d): once equal, always equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -236,7 +236,7 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
-    As sum p = 1 the least is about 1, so a token of p = 1e-9 needs a -log u of 1e-9. Float32's 24 bits give
+    As sum p = 1 the least is about 1, so a token of p = 1e-9 wins by a -log u of 1e-9. Float32's 24 bits give
     no less than 6e-8: it would never be drawn. 53 bits give 1e-16."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
@@ -281,10 +281,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: what
-# P then lacks is the residual, R, whichever token was rejected. The others are drawn from D, the draft
-# without that token. To yield R from D is the same task with one child less, and with none R is drawn:
-# induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after
+# a rejection, of whatever token, the others must yield R. They are drawn from D, the draft without that
+# token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
 # The cover property: with as many different children as tokens, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -334,7 +333,7 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then t's chance, the product, is rho min(P[t] / rho, Q[t]) =
+    rho be such that 1 - (1 - beta)^k = rho beta. Then beta cancels: t has rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
     rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
@@ -375,7 +374,7 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # A node is rejected if it is not its parent's choice. The root has no parent.
+            # A node is rejected if it is not its parent's choice. The root's entry is not read.
             rejected = layout.rank != rank[layout.parent]
             # Or if an ancestor, the root aside, is rejected. The others are one path, whose end stands last.
             cut_off = (layout.ancestors & rejected).any(dim=1)
@@ -422,10 +421,11 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
-    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). Not noise but its
-    own outcome decides: its target is m P', where P' is the model's after s, and failure with 1 - m. If it
-    fails, it is rejected. Else the path goes through it, and what follows it is from P'. After its last child
-    a node draws from its residual: a token, which ends the path, or failure.
+    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). No noise decides
+    that, but s itself by Algorithm 2, on a target of its own: m P' for the tokens, where P' is the model's
+    after s, and 1 - m for failure. If it fails, it is rejected. Else the path goes through it, and what
+    follows it is from P'. After its last child a node draws from its residual: a token, which ends the path,
+    or failure.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
     for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
@@ -433,8 +433,8 @@ class Traversal(Method):
 
     On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
     chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
-    so a <= m everywhere: the expected tokens, sums of these chances, are never fewer. On a branched tree they
-    are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
+    so by induction a <= m: the expected tokens, sums of these chances, are never fewer. On a branched tree
+    they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children and elder siblings stand first: the first success is the end."""
@@ -459,7 +459,7 @@ class Traversal(Method):
         nodes = layout.children_first
         residual = R[nodes, :-1]
         success = residual.sum(dim=1)
-        # Subtle: exactly 1 for the root, the last. 1 - failure's chance would round small ones to 0.
+        # Subtle: exactly 1 for the root, the last. 1 - R[:, -1] would round a small chance to 0.
         return nodes, success / (success + R[nodes, -1]), residual
 
 METHODS = {
@@ -505,9 +505,8 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     after        the text ............     root    node 2   next root   free
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
-# leaves: if node -1 was one, its entry is missing. So the draft gets it again with each root, at worst in
-# vain. Its index, -1, is that of the root's parent, and Python finds it last of size + 1 tokens, slots and
-# positions.
+# leaves: if node -1 was one, its entry is missing. So the draft is fed it with each root, at worst in vain.
+# Its index, -1, is also the root's parent's, and in Python the last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
@@ -548,7 +547,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1 as padding, for which `move` fills free slots in vain.
+        # From the root to each node, then -1 as padding, where `move` copies node -1 to free slots.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -694,7 +693,7 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any draft is lossless, if the same
-# scores propose and verify. What CUTS rule out for a draft sinks by FAR_BELOW, to come last: the target may
+# scores propose and verify. For a draft, what CUTS rule out sinks by FAR_BELOW, to come last: the target may
 # keep it.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
@@ -1002,7 +1001,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth: a draft's level has one for all nodes. `draw_root` has one row: -1.
+            # A row for each depth: a draft's level has one for all nodes. `draw_root` has depth -1's.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1113,8 +1112,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree, once a size at most a quarter larger is timed. Until then t(n) there is a guess:
-        a tree half way to the next larger timed size is timed, or of double size, if none is larger."""
+        """The planned tree. But while no size up to a quarter above its own is timed, t(n) there is a guess:
+        then a tree to be timed, half way to the next larger timed size, or of double size if there is none."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
