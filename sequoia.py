@@ -11,7 +11,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
     paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, chance that an accepted node's child k is too
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that child k is the one accepted
     F(T)             expected_tokens             Proposition 3.4
     T[n, d, b]       with_children[b][n]         equation 1; appendix for depth d; G(n, d) for the best b
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G(d + 1) is one function of G(d): once equal, always equal.
+    # From level `bottom` on rates repeat, so G(d + 1) = f(G(d)): one level without gain ends all gain.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -281,11 +281,11 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: after
-# a rejection, of whatever token, the others must yield R. They are drawn from D, the draft without that
-# token: the same task with one child less. With none left R itself is drawn: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R is the
+# same whichever token was rejected, and the others must yield it. They are drawn from D, the draft without
+# that token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
-# The cover property: with as many different children as tokens, one is always accepted. A rejected token had
+# The cover property: with all of the vocabulary as children, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
 # tried, and on the last of them R = D = 1. With replacement a rejected token may come again, in vain. Towards
 # temperature 0 children become the draft's likeliest tokens in order; with replacement, copies of one.
@@ -336,7 +336,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then beta cancels: t has rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
-    rises. Near rho = 0 the first is larger. At rho = k it is not: k tries accept with k beta at most."""
+    rises. At rho = 0 only the second is 0. At rho = k it is k beta, and k tries accept with that at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -374,9 +374,9 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # A node is rejected if it is not its parent's choice. The root's entry is not read.
+            # A node is rejected if it is not its parent's choice, which says nothing of the root.
             rejected = layout.rank != rank[layout.parent]
-            # Or if an ancestor, the root aside, is rejected. The others are one path, whose end stands last.
+            # Or if an ancestor is: `ancestors` omits the root. The others are one path, its end the largest.
             cut_off = (layout.ancestors & rejected).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -422,19 +422,18 @@ class Traversal(Method):
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
     draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). No noise decides
-    that, but s itself by Algorithm 2, on a target of its own: m P' for the tokens, where P' is the model's
-    after s, and 1 - m for failure. If it fails, it is rejected. Else the path goes through it, and what
-    follows it is from P'. After its last child a node draws from its residual: a token, which ends the path,
-    or failure.
+    that: s runs Algorithm 2 on a target of its own, m P' for the tokens, where P' is the model's after s, and
+    1 - m for failure. So it succeeds with chance m: the path goes through it, and on by P'. If it fails, it
+    is rejected. After its last child a node draws from its residual: a token, which ends the path, or fails.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
     for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
     min(0.5 * 2, 1) = 1: the second token never fails, which saves the first.
 
     On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
-    chance a gets to a child of ratio r with min(a r, a), traversal with min(m r, 1). At the root a = m = 1,
-    so by induction a <= m: the expected tokens, sums of these chances, are never fewer. On a branched tree
-    they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
+    chance a gets to a child of ratio r with min(a r, a), traversal, as R = m P', with min(m r, 1). At the
+    root a = m = 1, so by induction a <= m: the expected tokens, sums of these chances, are never fewer. On a
+    branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children and elder siblings stand first: the first success is the end."""
@@ -506,7 +505,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
 # leaves: if node -1 was one, its entry is missing. So the draft is fed it with each root, at worst in vain.
-# Its index, -1, is also the root's parent's, and in Python the last of size + 1 tokens, slots and positions.
+# Index -1, also the root's parent, finds it last of size + 1 tokens, slots and positions.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
@@ -547,7 +546,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1 as padding, where `move` copies node -1 to free slots.
+        # From the root to each node, then -1: `move` fills slots that will be free with node -1's entry.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -881,7 +880,7 @@ class Decoder:
         it is a ValueError. The new root, at their end, was never scored: its scores draw the next token."""
         known = len(logits)
         tokens = torch.cat([self.text[-known:], self.tokens[:1]])                       # (known + 1,)
-        # Each level has a token and, as its decoy, the one before: so slots run ahead of positions.
+        # Beside each token stands a decoy, the token before it: so slots run ahead of positions.
         pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
         layout = Layout(sequences(2, known), self.device)
         # Nodes 0, 1, 3, 5, ..: the path to the last node but one, where the first sequence ends.
@@ -1001,7 +1000,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth: a draft's level has one for all nodes. `draw_root` has depth -1's.
+            # A row for each depth, for all nodes of a draft's level. In `draw_root` -1 finds the only row.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1112,8 +1111,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But while no size up to a quarter above its own is timed, t(n) there is a guess:
-        then a tree to be timed, half way to the next larger timed size, or of double size if there is none."""
+        """The planned tree. But unless a larger size, by a quarter at most, is timed, t(n) there is a guess:
+        first a tree half way to the next larger timed size is timed, or of double size if none is larger."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
@@ -1367,7 +1366,7 @@ def load(name, args, large=False):
     return model if sharded or mapped else pack(model.to(args.device))
 
 def load_tokenizer(args):
-    """The target's tokenizer. The draft's must have the same tokens, but for added special ones."""
+    """The target's tokenizer. The draft's must give all tokens the same ids, added special ones aside."""
     target = read(AutoTokenizer, args.target)
     draft = target if args.tree == NO_TREE else read(AutoTokenizer, args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
