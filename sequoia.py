@@ -50,7 +50,7 @@ class Tree:
     """The shape of a token tree: for each node, the index of its parent.
 
     Nodes stand in level order: the root first (its parent is -1), parents before children, siblings together
-    in rank order (the draft's first choice first). So parents never decrease; else it is a ValueError.
+    in rank order (the draft's first choice first). So parents never decrease, levels and siblings are slices.
 
     >>> print(Tree([-1, 0, 0, 0, 1, 1, 4]))
     0─┬─1─┬─4───6
@@ -59,7 +59,7 @@ class Tree:
       └─3
 
     size, depth: the numbers of nodes and levels, the root's included. For each node: depths, its level;
-    ranks, its place among its siblings, from 0; children, in rank order."""
+    ranks, its place among its siblings, from 0; children, in rank order. Another order is a ValueError."""
     parents: tuple[int, ...]
 
     def __post_init__(self):
@@ -281,9 +281,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: R is the
-# same whichever token was rejected, and the others must yield it. They are drawn from D, the draft without
-# that token: the same task with one child less. With none left R itself is drawn: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children:
+# whichever token was rejected, this R is what the other children must yield. They are drawn from D, the draft
+# without that token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
 # The cover property: with all of the vocabulary as children, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -336,7 +336,7 @@ def ratios_of_spectr(P, q, tokens, noise):
     rho be such that 1 - (1 - beta)^k = rho beta. Then beta cancels: t has rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
-    rises. At rho = 0 only the second is 0. At rho = k it is k beta, and k tries accept with that at most."""
+    rises. At rho = 0 the second is 0. At rho = k it is k beta, and k tries accept with that at most."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -421,19 +421,20 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
-    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). No noise decides
-    that: s runs Algorithm 2 on a target of its own, m P' for the tokens, where P' is the model's after s, and
-    1 - m for failure. So it succeeds with chance m: the path goes through it, and on by P'. If it fails, it
-    is rejected. After its last child a node draws from its residual: a token, which ends the path, or fails.
+    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). In place of
+    noise Algorithm 2 at s decides, on a target of its own: m P' for the tokens, where P' is the model's after
+    s, and 1 - m for failure. So it succeeds with chance m: the path goes through it, and on by P'. Else it is
+    rejected. After its last child a node draws from its residual: a token, and the path ends, or failure.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
     for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
     min(0.5 * 2, 1) = 1: the second token never fails, which saves the first.
 
-    On a chain the path goes through a node if it does not fail: with chance m. A walk that gets to it with
-    chance a gets to a child of ratio r with min(a r, a), traversal, as R = m P', with min(m r, 1). At the
-    root a = m = 1, so by induction a <= m: the expected tokens, sums of these chances, are never fewer. On a
-    branched tree they are mostly more, as measured. On one level, in `verify`, it is Algorithm 2."""
+    On a chain the path goes through a node if it does not fail: with chance m. Let a walk get to it with
+    chance a, and its child have the ratio r = P'[s] / D[s]. The walk gets to the child with min(a r, a),
+    traversal, where R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m: the expected
+    tokens, sums of these chances, are never fewer. On a branched tree they are mostly more, as measured. On
+    one level, in `verify`, it is Algorithm 2."""
 
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """As `Method.verify_tree`. Children and elder siblings stand first: the first success is the end."""
@@ -457,9 +458,12 @@ class Traversal(Method):
             R[level.children] = torch.cat([m * P[level.children], 1 - m], dim=1)
         nodes = layout.children_first
         residual = R[nodes, :-1]
+        failure = R[nodes, -1]
         success = residual.sum(dim=1)
-        # Subtle: exactly 1 for the root, the last. 1 - R[:, -1] would round a small chance to 0.
-        return nodes, success / (success + R[nodes, -1]), residual
+        # Subtle: the quotient is exactly 1 for the root, the last, and no small chance is rounded to 0. Where
+        # no token is possible `residual` is NaN, and the draw will give -1.
+        chance = torch.where(success.isnan(), 1 - failure, success / (success + failure))
+        return nodes, chance, residual
 
 METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
@@ -505,7 +509,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # An entry moves to the slot of its position, by which its key was rotated. Node -1 is the token before the
 # root: the prompt's last, then the last accepted node or, if none was, the old root. The draft is not fed
 # leaves: if node -1 was one, its entry is missing. So the draft is fed it with each root, at worst in vain.
-# Index -1, also the root's parent, finds it last of size + 1 tokens, slots and positions.
+# Index -1 finds it, stored last: tokens, slots and positions have size + 1 entries.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
@@ -546,7 +550,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: `move` fills slots that will be free with node -1's entry.
+        # From the root to each node, then -1: `move` puts node -1's entry in slots that are then free.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -669,7 +673,7 @@ def attention_windows(model):
 
 def context_of(model):
     """The most tokens that a model can be fed. Past its short length longrope rotates all earlier keys anew,
-    which transformers can do and a tree cannot: the short length is the context."""
+    for which transformers feeds the text again. A tree cannot: the short length is the context."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
@@ -714,8 +718,8 @@ class Decoder:
 
     draft: a model of the same vocabulary. tree: a Tree; (size, depth), the best tree of that shape; or
     "auto", the fastest for pair and machine. method: a name from METHODS, or a Method. generator: by default
-    torch's own; processes sharing a target seed theirs alike. on_step: called with each Step, from a text's
-    second or third token on. cuda_graph: record the step on a GPU. A Decoder keeps caches, plan and graph:
+    torch's own; processes sharing a target seed theirs alike. on_step: called with each Step; a text's first
+    one or two tokens have none. cuda_graph: record the step on a GPU. A Decoder keeps caches, plan and graph:
     models must not change, and texts come one at a time. Raises ValueError for what it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
@@ -1000,7 +1004,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth, for all nodes of a draft's level. In `draw_root` -1 finds the only row.
+            # A row for each depth, for all nodes of a draft's level. In `draw_root` depth -1 finds the one.
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1072,8 +1076,8 @@ def plan(rates, latency):
 
 class Planner:
     """Chooses a Decoder's trees. It times trees while the first steps decode, then plans. A plan made at step
-    i is made again at step 2 i, or 32 if that is later, with c timed anew. All is timed anew when steps take
-    another time than planned. shape: as a Decoder's tree; a Tree is kept. plan: the Plan in use, if any."""
+    i is due again at step 2 i, or 32 if that is later, with c timed anew. All is timed anew when steps take
+    another time than planned. shape: as a Decoder's tree; a Tree is kept. plan: the last Plan, if any."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1111,8 +1115,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree. But unless a larger size, by a quarter at most, is timed, t(n) there is a guess:
-        first a tree half way to the next larger timed size is timed, or of double size if none is larger."""
+        """The planned tree, if a size up to a quarter larger is timed. Else t(n) just above is a guess. Then
+        first a tree half way to the next larger timed size is timed, or of double size, up to LARGEST."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
@@ -1166,7 +1170,7 @@ class Planner:
 
     def rates(self):
         """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
-        chance that it is tried. Each level's prior is the level above, worth eight tries."""
+        chance that it is tried. A lower level's prior is the level above, worth eight tries."""
         # The prior divided by the chance to be tried: that no child before was accepted.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
@@ -1279,7 +1283,7 @@ def offload(model, device, resident=0):
             del copies[other]
         fetch(layer)
         give(layer, copies[layer])
-        # Goes on while this layer is computed, after this hook.
+        # This copy goes on while the layer is computed.
         with torch.cuda.stream(stream):
             fetch(following)
 
@@ -1366,7 +1370,7 @@ def load(name, args, large=False):
     return model if sharded or mapped else pack(model.to(args.device))
 
 def load_tokenizer(args):
-    """The target's tokenizer. The draft's must give all tokens the same ids, added special ones aside."""
+    """The target's tokenizer. Models know ids alone: the draft's are the same, but for added special tokens."""
     target = read(AutoTokenizer, args.target)
     draft = target if args.tree == NO_TREE else read(AutoTokenizer, args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}

@@ -662,16 +662,16 @@ def test_traversal_of_a_chain_yields_at_least_the_walks_tokens_on_average(case):
 @pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_child_that_does_not_exist_is_never_accepted(method, static):
-    """The root's second child is missing, and all below it. The target would take whatever stands there."""
+    """Nor is what is below, though the target would. Where no token is possible, after node 3, it is -1."""
     layout = sequoia.Layout(Tree([-1, 0, 0, 1, 2]), "cpu")
     tokens = torch.tensor([0, 1, -1, 2, -1, 0])
     q = torch.zeros(5, 3)
     generator = seeded(0)
     for wanted in range(3):
-        p = torch.eye(3)[[wanted, 2, 0, 0, 0]].log()
+        p = torch.eye(4, 3)[[wanted, 2, 0, 3, 0]].log()
         for _ in range(20):
             found = method.verify_tree(layout, tokens, p.__getitem__, q, generator, static)
-            assert torch.cat(found).tolist() == ([3, 0] if wanted == 1 else [0, wanted])
+            assert torch.cat(found).tolist() == ([3, -1] if wanted == 1 else [0, wanted])
 
 
 # --- 5  Tree attention and the KV cache ---------------------------------------------------------------------
