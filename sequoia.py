@@ -1370,7 +1370,7 @@ def load(name, args, large=False):
     return model if sharded or mapped else pack(model.to(args.device))
 
 def load_tokenizer(args):
-    """The target's tokenizer. Models know ids alone: the draft's are the same, but for added special tokens."""
+    """The target's tokenizer. Models know ids alone: the draft's are the same, but for added special ones."""
     target = read(AutoTokenizer, args.target)
     draft = target if args.tree == NO_TREE else read(AutoTokenizer, args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
