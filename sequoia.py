@@ -841,8 +841,8 @@ class Decoder:
             # Untimed: a tree's first step, which warms up, and if static its second, which is recorded.
             self.planner.learn(step, seconds[0] if self.steps > 1 + self.static else None)
             self.on_step(step)
-            # A token of -1 means NaN or none possible. Its path may be of such tokens, too.
-            yield from step.tokens if step.token >= 0 else [-1]
+            # A token of -1 means NaN or none possible: refused, if the text goes on so far.
+            yield from step.tokens
 
     def begin(self, text, padding):
         """Feeds a text to the target. Its logits after each of the last tokens, (up to PROBED, V)."""
