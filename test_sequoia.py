@@ -1190,7 +1190,9 @@ def test_vocabularies_padded_to_different_lengths():
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, do_sample):
+    """Nor is a text refused that ends where no token is possible any more."""
     pair = make_pair("llama")
+    end = transformers.SuppressTokensAtBeginLogitsProcessor(range(64), 30)
     expected = pair[0].generate(prompt_of(10), do_sample=False, max_new_tokens=20)
 
     def spoil(module, inputs, output):
@@ -1200,11 +1202,11 @@ def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, do_sample):
     for method, prepared in product(METHODS, (as_it_is, static)):
         decoder = prepared(Decoder(*pair, Tree([-1, 0, 1, 1, 2]), method))
         arguments = dict(custom_generate=decoder, max_new_tokens=20)
-        for passes in (0, 4):
+        for passes, processors in ((0, [end]), (4, [])):
             fine = iter(range(passes))
             with pair[broken].register_forward_hook(spoil), pytest.raises(ValueError, match="NaN"):
                 pair[0].generate(prompt_of(10), do_sample=do_sample, **arguments)
-            out = pair[0].generate(prompt_of(10), do_sample=False, **arguments)
+            out = pair[0].generate(prompt_of(10), do_sample=False, logits_processor=processors, **arguments)
             assert torch.equal(out, expected)
 
 
