@@ -167,7 +167,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else depth
     _refuse(min(size, depth) < 1, f"size and depth must be at least 1, got {size} and {depth}")
     best_subtrees = _best_subtrees(acceptance_rates, size)
-    # From level `bottom` on rates repeat, so G(d + 1) = f(G(d)): one level without gain ends all gain.
+    # From level `bottom` on rates repeat, so G(d) alone gives G(d + 1): once equal, always equal.
     bottom = len(np.atleast_2d(acceptance_rates)) - 1
     levels = 1
     while levels < depth and (best_subtrees(bottom, levels).G != best_subtrees(bottom, levels + 1).G).any():
@@ -236,8 +236,8 @@ RULED_OUT = -math.inf
 
 def uniform(like, generator):
     """Random numbers u from 0 to 1, shaped as `like`. Subtle: below, the token of least -log u / p is drawn.
-    As sum p = 1 the least is about 1, so a token of p = 1e-9 wins by a -log u of 1e-9. Float32's 24 bits give
-    no less than 6e-8: it would never be drawn. 53 bits give 1e-16."""
+    As sum p = 1 the least is about 1, so a token of p = 1e-9 needs a -log u of 1e-9. Float32's u ends 6e-8
+    short of 1: it would never be drawn. With 53 bits u ends 1e-16 short."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
@@ -282,7 +282,7 @@ def shared_noise(seed, positions, vocabulary):
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
 # residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children:
-# whichever token was rejected, this R is what the other children must yield. They are drawn from D, the draft
+# R does not depend on which token was rejected, so the others must yield it. They are drawn from D, the draft
 # without that token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
 # The cover property: with all of the vocabulary as children, one is always accepted. A rejected token had
@@ -333,10 +333,10 @@ def ratios_of_spectr(P, q, tokens, noise):
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
     try of k accepts with 1 - (1 - beta)^k, and what it accepts is t with min(P[t] / rho, Q[t]) / beta. Let
-    rho be such that 1 - (1 - beta)^k = rho beta. Then beta cancels: t has rho min(P[t] / rho, Q[t]), which is
+    rho be such that 1 - (1 - beta)^k = rho beta. Then t is accepted with rho min(P[t] / rho, Q[t]), which is
     min(P[t], rho Q[t]). The rest of P is max(P - rho Q, 0): in sum 1 - rho beta, the chance that all tries
     fail. Bisection finds rho: as it grows, 1 - (1 - beta)^k falls, and rho beta, the sum of min(P, rho Q),
-    rises. At rho = 0 the second is 0. At rho = k it is k beta, and k tries accept with that at most."""
+    rises. At rho = 0 the second is 0. At rho = k it is k beta: at least the first, by the union bound."""
     Q = q.softmax(dim=1)
     # Without children k and rho are 0, beta may be NaN, and the residual is P.
     k = (tokens >= 0).sum(dim=1, keepdim=True).double()                                         # (rows, 1)
@@ -376,7 +376,7 @@ class Method:
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
             # A node is rejected if it is not its parent's choice, which says nothing of the root.
             rejected = layout.rank != rank[layout.parent]
-            # Or if an ancestor is: `ancestors` omits the root. The others are one path, its end the largest.
+            # Or if an ancestor is: `ancestors` omits the root. Those left are a path, its end the largest.
             cut_off = (layout.ancestors & rejected).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -421,18 +421,18 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
-    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). In place of
-    noise Algorithm 2 at s decides, on a target of its own: m P' for the tokens, where P' is the model's after
-    s, and 1 - m for failure. So it succeeds with chance m: the path goes through it, and on by P'. Else it is
-    rejected. After its last child a node draws from its residual: a token, and the path ends, or failure.
+    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). No noise
+    decides: Algorithm 2 at s does, with the target m P' for the tokens, P' being the model's after s, and
+    1 - m for failure. Being lossless, it succeeds with chance m: the path goes through s, and on by P'. Else
+    s is rejected. After its last child a node draws from its residual: a token, the path's end, or failure.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
     for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
     min(0.5 * 2, 1) = 1: the second token never fails, which saves the first.
 
     On a chain the path goes through a node if it does not fail: with chance m. Let a walk get to it with
-    chance a, and its child have the ratio r = P'[s] / D[s]. The walk gets to the child with min(a r, a),
-    traversal, where R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m: the expected
+    chance a, and its child t have the ratio r = P'[t] / D[t]. The walk gets to the child with min(a r, a);
+    traversal, as R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m: the expected
     tokens, sums of these chances, are never fewer. On a branched tree they are mostly more, as measured. On
     one level, in `verify`, it is Algorithm 2."""
 
@@ -550,7 +550,7 @@ class Layout:
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(tree.size), key=lambda node: (*path[node], tree.size)))
-        # From the root to each node, then -1: `move` puts node -1's entry in slots that are then free.
+        # From the root to each node, then -1 as padding: `move` copies node -1's entry to free slots.
         self.paths = table([row.nonzero()[:, 0] for row in tree.mask]).to(device)       # (size, depth)
 
 class TreeCache(Cache):
@@ -613,7 +613,7 @@ class CachedModel:
         self.slots = base + layout.offset                                                # (size + 1,)
         positions = base + layout.depth
         slots = torch.arange(visible, device=base.device)
-        # Which node each slot holds: as a column, -1 is all of the text, and `size` what is beyond the tree.
+        # Each slot's column of layout.mask: its node's, -1, the last, for the text, `size` beyond the tree.
         node = (slots - base).clamp(-1, layout.tree.size)
         self.masks = []
         for window in self.windows.values():
@@ -785,7 +785,7 @@ class Decoder:
 
     def check(self, model, ids, mask, processors, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        # `generate` hands over some arguments. Its frame, with a local `assistant_model`, has all.
+        # `generate` hands over some arguments. Its frame, known by its `assistant_model`, has all.
         caller = inspect.currentframe().f_back
         while caller and "assistant_model" not in caller.f_code.co_varnames:
             caller = caller.f_back
@@ -1004,7 +1004,7 @@ class Decoder:
         else:
             scores = self.processed(None, scores, draft)
         if self.method.shared_noise:
-            # A row for each depth, for all nodes of a draft's level. In `draw_root` depth -1 finds the one.
+            # A row for each depth, for all nodes of a draft's level. `draw_root` has one row, [-1].
             scores = scores + self.noise[level if draft else self.layout.depth[nodes]]
         return scores
 
@@ -1115,8 +1115,8 @@ class Planner:
         return self.tree
 
     def planned(self):
-        """The planned tree, if a size up to a quarter larger is timed. Else t(n) just above is a guess. Then
-        first a tree half way to the next larger timed size is timed, or of double size, up to LARGEST."""
+        """The planned tree, if a size up to a quarter larger is timed. Else t(n) just above is a guess, so
+        first a tree half way to the next larger timed size is timed, if none, double size, up to LARGEST."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
