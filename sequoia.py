@@ -281,9 +281,9 @@ def shared_noise(seed, positions, vocabulary):
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
-# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children:
-# R does not depend on which token was rejected, so the others must yield it. They are drawn from D, the draft
-# without that token: the same task with one child less. With none left R itself is drawn: induction does it.
+# residual, max(P - Q, 0) normalised, then gives each token what is missing of P. Several children: whichever
+# token was rejected, the others must yield the same R, the residual. They are drawn from D, the draft without
+# that token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
 # The cover property: with all of the vocabulary as children, one is always accepted. A rejected token had
 # R[s] < D[s], so the next residual gives it nothing: what is left of the target is among the tokens not yet
@@ -374,9 +374,9 @@ class Method:
         if static:
             children = tokens[layout.children].masked_fill(layout.no_child, -1)             # (size, ranks)
             rank, residual = self.verify(target_scores(slice(len(q))), q, children, generator)
-            # A node is rejected if it is not its parent's choice, which says nothing of the root.
+            # A node is rejected if it is not its parent's choice. The root's entry means nothing.
             rejected = layout.rank != rank[layout.parent]
-            # Or if an ancestor is: `ancestors` omits the root. Those left are a path, its end the largest.
+            # Cut off: it or an ancestor below the root is rejected. The rest is one path, the last its end.
             cut_off = (layout.ancestors & rejected).any(dim=1)
             node = layout.nodes.masked_fill(cut_off, 0).amax(dim=0, keepdim=True)
             return node, self.draw(residual[node], 1, generator)[:, 0]
@@ -400,9 +400,9 @@ class Matching(Method):
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent
-    of the proposal, and the noise that chose it is not. Seed and position name the noise, so a seed names a
-    text, whatever the tree, the draft or the speed, but for rounding.
+    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent of the
+    proposal, and the noise that chose it is not. Seed and position name the noise, so a seed names a text,
+    whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
@@ -421,10 +421,10 @@ class Traversal(Method):
     accepted. The walk cuts each ratio at 1, traversal the product so far.
 
     At every node Algorithm 2 decides, with one more outcome: failure. The root's target never fails, and no
-    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). No noise
-    decides: Algorithm 2 at s does, with the target m P' for the tokens, P' being the model's after s, and
+    draft proposes failure. A child s is to be accepted with chance m = min(R[s] / D[s], 1). Not noise
+    decides, but Algorithm 2 at s, with the target m P' for the tokens, P' being the model's after s, and
     1 - m for failure. Being lossless, it succeeds with chance m: the path goes through s, and on by P'. Else
-    s is rejected. After its last child a node draws from its residual: a token, the path's end, or failure.
+    s is rejected. After its last child a node draws from its residual: failure, or a token, ending the path.
 
     So targets are set from the root down, and outcomes settled from the leaves up. As Algorithm 2 is lossless
     for any target, each node yields its own: the root, the model's. In the example m is 0.5, then
@@ -613,7 +613,7 @@ class CachedModel:
         self.slots = base + layout.offset                                                # (size + 1,)
         positions = base + layout.depth
         slots = torch.arange(visible, device=base.device)
-        # Each slot's column of layout.mask: its node's, -1, the last, for the text, `size` beyond the tree.
+        # Each slot's column of layout.mask: its node, `size` beyond the tree, or -1, the last, for the text.
         node = (slots - base).clamp(-1, layout.tree.size)
         self.masks = []
         for window in self.windows.values():
@@ -696,8 +696,8 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: one like the target is accepted more. Any draft is lossless, if the same
-# scores propose and verify. For a draft, what CUTS rule out sinks by FAR_BELOW, to come last: the target may
-# keep it.
+# scores propose and verify. In a draft's, CUTS lower tokens by FAR_BELOW, to come last: the target may keep
+# them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 50
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -1116,7 +1116,7 @@ class Planner:
 
     def planned(self):
         """The planned tree, if a size up to a quarter larger is timed. Else t(n) just above is a guess, so
-        first a tree half way to the next larger timed size is timed, if none, double size, up to LARGEST."""
+        a tree to time: half way to the next larger timed size, or of double size, up to LARGEST."""
         latency = self.latency()
         rates = self.rates()[:, :16]                 # a node hardly ever has use for more children
         self.plan = plan(rates, latency)
