@@ -1,39 +1,26 @@
-"""The tables and figures of the paper, measured here, each by one command:
+"""What this project does, measured here, beside what the paper published. Each question has one command:
 
-    python bench.py trees           # the best trees' expected tokens by size, and what finding them costs
+    python bench.py trees           # the best trees' expected tokens by size
+    python bench.py predict         # the paper's tables computed from data sheets, beside what it measured
+    python bench.py step            # a picture of one step
     python bench.py speed           # side by side with transformers: tokens per step, ms per token
     python bench.py planner         # the planner's promises against what was achieved
-    python bench.py verification    # rejection rate by number of children, for every method
-    python bench.py traversal       # what verifying from the leaves gains over walking from the root
-    python bench.py scaling         # tokens per step by tree size, in real decoding
-    python bench.py offload         # a target that streams from host memory
-    python bench.py all             # everything, into figures/results.md and figures/*.png
-    python bench.py all --quick     # everything, shortened to minutes, into figures/quick/
+    python bench.py verification    # every method: rejection rates, and tokens per step on one fixed tree
+    python bench.py scaling         # tokens per step by tree size, of optimal trees and of k sequences
+    python bench.py all             # everything, into figures/; with --quick shortened, which decides nothing
 
 `speed --target A --draft B` compares on any pair. `speed --synthetic 7b-68m` needs no weights: it makes a
-pair of the paper's shapes, with its acceptance, on the spot. Every command prints Markdown tables. With
-`--save` it replaces its own section of figures/results.md; four draw a figure, which needs matplotlib.
+pair of the paper's shapes on the spot, of which one number is matched to the paper's, the tokens that a step
+yields; `--offload` streams its target from host memory. All print Markdown tables. With `--save` they replace
+their section of figures/results.md, and draw. figures/paper.json is what the paper published.
 
 The same prompts, seeds and weights for all, taking turns, so that a slow minute hits all alike. Comparisons
 are paired by prompt: 1.33 ± 0.05 is a ratio of sums over prompts and half its 95% interval. Tokens per step
-are all tokens over all steps, ms/token all time over all tokens. transformers' own methods run on the models
-as transformers loads them, each with its best settings.
+are all tokens over all steps, ms/token all time over all tokens.
 """
-import argparse
-import copy
-import functools
-import importlib
-import itertools
-import math
-import operator
-import os
-import platform
-import re
-import subprocess
-import sys
-import time
-from collections import Counter
+import argparse, copy, functools, importlib, itertools, json, math, os, platform, re, subprocess, sys, time
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -42,35 +29,41 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TemperatureLogitsWarper, TopPLogitsWarper
 
 import sequoia
-from sequoia import METHODS, Tree, expected_tokens, optimal_tree, sequences
+from sequoia import METHODS, Tree, expected_tokens, expected_tokens_table, optimal_tree, sequences
 
 HERE = Path(__file__).parent
+PAPER = json.loads((HERE / "figures" / "paper.json").read_text(encoding="utf-8"))
 PLAIN = Tree([-1])
-# On how many of its prompts `speed` runs all but plain decoding and sequoia, evenly spaced.
-PEERS = 80
-progress = functools.partial(tqdm, leave=False, disable=None)
-BLACK = "#111827"
-COLOURS = {"sequoia": "#15803d", "k sequences": "#ea580c", "16 sequences": "#9a3412", "2-ary": "#0891b2",
-           "chain": "#be185d"}
-TWO_CORES = ("While they read a weight two cores do about ten multiplications, a GPU three hundred: on two "
-             "cores t(n) rises soon, and a short sequence can be as good as a tree.")
+BLACK, GREY, GREEN, RED, BLUE = "#111827", "#9ca3af", "#15803d", "#dc2626", "#2563eb"
+ORANGE, BROWN, TEAL, PINK, VIOLET = "#ea580c", "#9a3412", "#0891b2", "#be185d", "#7c3aed"
+TWO_CORES = ("While they read a weight two cores do about ten multiplications, a GPU one to three hundred: "
+             "on two cores t(n) rises soon, and a short sequence can be as good as a tree.")
 
+# --- 1  Toolbox: progress, intervals, tables, results.md, figures, time -------------------------------------
+LAST_SAID = [time.monotonic()]
 
-# --- 1  Toolbox: intervals, tables, results.md, figures, time -----------------------------------------------
+def progress(items, label):
+    """Goes through items, and says on stderr how far it is: a line a minute, where that is a file."""
+    items = list(items)
+    terminal = sys.stderr.isatty()
+    for i, item in enumerate(items):
+        if time.monotonic() - LAST_SAID[0] > (1 if terminal else 60):
+            LAST_SAID[0] = time.monotonic()
+            line = f"{label}: {i} of {len(items)}"
+            print(line.ljust(78), file=sys.stderr, flush=True, end="\r" if terminal else "\n")
+        yield item
 
 class Estimate(NamedTuple):
     """A value and half its 95% interval, NaN where nothing tells it."""
     value: float
     half: float = math.nan
 
-
 def estimate(function, *columns):
-    """A function of the sums of columns, (prompts,) each, with its interval. By the jackknife: how far the
-    values without one prompt scatter tells how far other prompts would move it, for a mean as usual."""
+    """A function of the sums of columns, (prompts, ...) each, with its interval. By the jackknife: how far
+    the values without one prompt scatter tells how far other prompts would move it, for a mean as usual."""
     value = float(function(*(column.sum(axis=0) for column in columns)))
     freedom = len(columns[0]) - 1
     if freedom < 1:
@@ -80,7 +73,6 @@ def estimate(function, *columns):
     # What Student's t stays within with probability 95%, to 1% from three degrees of freedom on.
     t = 1.96 + 2.37 / freedom + 2.82 / freedom**2 + 2.56 / freedom**3
     return Estimate(value, t * math.sqrt(freedom * np.var(without_one)))
-
 
 class Report:
     """What a command finds: printed, and kept for figures/results.md."""
@@ -97,6 +89,7 @@ class Report:
 
     def table(self, title, lesson, rows):
         """Rows, dictionaries with the same keys, as a Markdown table under its title and what it teaches."""
+        lesson = " ".join(lesson.split())
         cells = [list(rows[0])] + [[show(value) for value in row.values()] for row in rows]
         widths = [max(map(len, column)) for column in zip(*cells)]
         rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
@@ -104,10 +97,10 @@ class Report:
         for first, *rest in [cells[0], rule, *cells[1:]]:
             padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
             lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |\n")
-        title += " (--quick: fewer and shorter runs)" * self.quick
+        title += " (--quick: shortened, decides nothing)" * self.quick
         self.say(f"**{title}**\n\n{lesson}\n\n{''.join(lines).rstrip()}")
 
-    def panels(self, name, rows, height=5.2):
+    def panels(self, name, rows, height=5.2, ncols=3):
         """Axes to draw on, one for each temperature, with its rows. They become figures/NAME.png."""
         temperatures = list(dict.fromkeys(row.get("temperature", "") for row in rows))
         fig, axes = pyplot().subplots(1, len(temperatures), figsize=(2 + 4.8 * len(temperatures), height),
@@ -116,7 +109,10 @@ class Report:
             axis.set_title(temperature and named(temperature))
             yield axis, [row for row in rows if row.get("temperature", "") == temperature]
         labels = axes[0, 0].get_legend_handles_labels()
-        fig.legend(*labels, loc="outside lower center", ncols=3, frameon=False)
+        fig.legend(*labels, loc="outside lower center", ncols=ncols, frameon=False)
+        self.picture(name, fig)
+
+    def picture(self, name, fig):
         fig.savefig(self.folder / f"{name}.png", dpi=150)
         pyplot().close(fig)
         self.say(f"![{name}]({name}.png)")
@@ -128,13 +124,12 @@ class Report:
         sections = {section.split("\n", 1)[0]: section.rstrip() + "\n" for section in old}
         title = f"`python bench.py {self.command}`"
         sections[title] = f"{title}\n\n{origin}; {seconds / 60:.1f} minutes.\n{self.text}"
-        order = [f"`python bench.py {job}{' --quick' * self.quick}`" for job in jobs(device, self.quick)]
+        quick = " --quick" * self.quick
+        order = [f"`python bench.py {job}{quick}`" for job in jobs(device, self.quick)]
         known = sorted(sections, key=lambda title: order.index(title) if title in order else 99)
-        parts = [f"# Results\n\nWritten by `python bench.py all{' --quick' * self.quick}`. ± is half a 95% "
-                 "interval. Compare within a table, not across.\n"]
-        parts += [sections[title] for title in known]
-        path.write_text("\n## ".join(parts), encoding="utf-8")
-
+        head = (f"# Results\n\nWritten by `python bench.py all{quick}`. ± is half a 95% interval. Compare "
+                "within a table, not across.\n")
+        path.write_text("\n## ".join([head, *(sections[title] for title in known)]), encoding="utf-8")
 
 def show(value):
     """A table's cell. An estimate's two numbers have as many decimals as the first needs."""
@@ -143,28 +138,27 @@ def show(value):
         digits = len(text.partition(".")[2])
         return f"{text} ± {value.half:.{digits}f}" if value.half > 0 else text
     if isinstance(value, float):
-        if abs(value) >= 100:
-            return f"{value:.0f}"
-        return f"{value:.2f}" if abs(value) >= 0.995 else f"{value:.3f}"
+        decimals = 0 if abs(value) >= 100 else 2 if abs(value) >= 0.995 else 3
+        return f"{value:.{decimals}f}"
     return "-" if value is None else str(value)
-
 
 def provenance(device):
     """The day, the commit, the device and the versions, in words."""
-    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = re.search(r"model name\s*: (.*)", words)
-    name = f"{found[1] if found else 'processor'}, {os.cpu_count()} cores"
-    if device != "cpu":
-        name = torch.cuda.get_device_name(device)
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
-    return (f"{time.strftime('%Y-%m-%d')}; commit {commit}; {name}; Python {platform.python_version()}, "
-            f"torch {torch.__version__}, transformers {transformers.__version__}")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return (f"{time.strftime('%Y-%m-%d')}; commit {commit}; {device_name(device)}; "
+            f"Python {platform.python_version()}, {versions}")
 
+def device_name(device):
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = re.findall(r"model name\s*: (.*)", words)
+    return f"{[*names, 'processor'][0]}, {os.cpu_count()} cores"
 
 def named(temperature):
     return f"temperature {float(temperature):g}" if float(temperature) else "greedy"
-
 
 def timed(function):
     """The seconds that a call takes, the device's work included, and what it returns."""
@@ -175,7 +169,6 @@ def timed(function):
     wait()
     return time.perf_counter() - start, result
 
-
 @functools.cache
 def pyplot():
     """Matplotlib, which only the figures need."""
@@ -185,28 +178,31 @@ def pyplot():
                                 "axes.spines.top": False, "axes.spines.right": False})
     return importlib.import_module("matplotlib.pyplot")
 
+def draw_by_size(axis, rows, styles):
+    """A table's columns against its nodes, with their intervals. styles: colour and line by column."""
+    for i, (name, (colour, line)) in enumerate(styles.items()):
+        known = [row for row in rows if row[name] is not None]
+        heights, halves = zip(*(row[name] for row in known))
+        # What is computed exactly has no interval, nor one in the legend.
+        bars = halves if np.isfinite(halves).any() else None
+        shift = 2 ** (0.08 * (i - 1)) if bars else 1
+        axis.errorbar([row["nodes"] * shift for row in known], heights, yerr=bars, fmt=line, marker="o",
+                      markersize=5, elinewidth=1.2, capsize=3, color=colour, label=name)
+    log_axis(axis, [row["nodes"] for row in rows][:: 2 if len(rows) > 7 else 1], "tree size (nodes)")
 
-def draw_by_size(axis, rows, name, colour, style="-", label=None, shift=0.0):
-    """A table's column against its nodes, on a logarithmic axis, estimates with their intervals. shift: by
-    which part of a doubling to the right, so that intervals do not overlap."""
-    ticks = [row["nodes"] for row in rows][:: 2 if len(rows) > 7 else 1]
-    rows = [row for row in rows if row[name] is not None]
-    heights, halves = zip(*(row[name] for row in rows))
-    axis.errorbar([row["nodes"] * 2**shift for row in rows], heights, yerr=halves, fmt=style, marker="o",
-                  markersize=5, elinewidth=1.2, capsize=3, color=colour, label=label or name)
+def log_axis(axis, ticks, label):
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, ticks)
     axis.minorticks_off()
-    axis.set_xlabel("tree size (nodes)")
-
+    axis.set_xlabel(label)
 
 # --- 2  Pairs of models, texts, and what both say of them ---------------------------------------------------
-
 class Pair:
     """Two models as transformers loads them, and `fast`, for sequoia.py: on a CPU copies that are packed."""
 
-    def __init__(self, target, draft):
+    def __init__(self, target, draft, pack=True):
         self.target, self.draft = target.eval(), draft.eval()
+        self.pack = pack and target.device.type == "cpu"
         # All contenders decode to the same length, past any EOS.
         for model in (target, draft):
             model.config.eos_token_id = model.generation_config.eos_token_id = None
@@ -214,11 +210,8 @@ class Pair:
 
     @functools.cached_property
     def fast(self):
-        if self.target.device.type != "cpu":
-            return self.target, self.draft
-        return [model if hasattr(model, "offloaded") else sequoia.pack(copy.deepcopy(model))
-                for model in (self.target, self.draft)]
-
+        both = self.target, self.draft
+        return [sequoia.pack(copy.deepcopy(model)) for model in both] if self.pack else both
 
 def pair_of(args):
     """The pair that the command line names, not packed."""
@@ -226,10 +219,9 @@ def pair_of(args):
     with mock.patch.object(sequoia, "pack", lambda model: model):
         return Pair(sequoia.load(args.target, args), sequoia.load(args.draft, args))
 
-
 def texts(args, count, length):
     """`count` pieces of `length` tokens, (1, length) each, always the same, none of which overlap: from the
-    file given, or from files of the standard library that the bundled pair was not trained on."""
+    file given, or from files of the standard library that the bundled pair has not seen."""
     files = [Path(args.prompts or ".")]
     if not args.prompts:
         from tiny.train import source_files
@@ -242,69 +234,45 @@ def texts(args, count, length):
         raise ValueError(f"needs a text of {count} pieces of {length} tokens, got {len(pieces)}")
     return [torch.tensor([pieces[i * len(pieces) // count]], device=args.device) for i in range(count)]
 
-
-def sampling(prompt, temperature, new_tokens, top_p=1.0):
+def request(prompt, temperature, new_tokens, top_p=1.0):
     """What `generate` is told."""
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, "do_sample": False}
     if temperature:
         how |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
     return how
 
+def sampling(temperature, top_p=1.0):
+    """What sequoia.py makes of such a request. Its `scores` shapes logits, (positions, V), of both models."""
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
+    return sequoia.Sampling(METHODS["sequoia"], warpers)
 
-def decoder_for(pair, temperature, top_p=1.0):
-    """A Decoder that a call of `generate` has set to sample so."""
-    decoder = sequoia.Decoder(pair.target)
-    prompt = torch.zeros(1, 1, dtype=torch.long, device=pair.target.device)
-    pair.target.generate(prompt, custom_generate=decoder, **sampling(prompt, temperature, 1, top_p))
-    return decoder
-
-
-def scores_of(decoder, logits, draft):
-    """A model's scores, (positions, V), as this Decoder shapes them, for its target or its draft."""
-    return decoder.scores(logits, slice(None), level=0 if draft else None)
-
-
-def verified(method, scores):
+def verified(method, p):
     """What a method verifies against, (positions, V): a greedy one, as with shared noise, knows the token."""
     if method.draw is sequoia.most_likely:
-        return F.one_hot(scores.argmax(dim=1), scores.shape[1]).float()
-    return scores.softmax(dim=1)
-
+        return F.one_hot(p.argmax(dim=1), p.shape[1]).float()
+    return p.softmax(dim=1)
 
 def chances_of(method, P, q, tokens):
     """Each child's chance to be the one that is accepted, (rows, k)."""
     if isinstance(method, sequoia.Matching):
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where((tokens >= 0) & ~repeated, P.gather(1, tokens.clamp(min=0)), 0)
-    noise = torch.full(tokens.shape, math.inf, dtype=P.dtype, device=P.device)
-    return in_turn(method.ratios(P, q, tokens, noise)[0].clamp(max=1))
-
+    return in_turn(method.ratios(P, q, tokens)[0].clamp(max=1))
 
 def in_turn(ratios):
     """The chance of each to be the first that is accepted, (rows, k)."""
     return ratios * F.pad((1 - ratios).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
-
-# --- 3  trees: what the dynamic program finds, and what that costs (sections 3.1 and 5.2, Figure 1) ---------
-
-# Llama-3-70B with the 8B as its draft, CNN Daily Mail.
-PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021,
-               0.0016, 0.0014, 0.001, 0.001, 0.001, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006, 0.0004, 0.0004,
-               0.0005, 0.0006, 0.0004, 0.0003, 0.0002, 0.0004, 0.0001]
-
+# --- 3  trees: what the dynamic program finds (section 3.1, Figures 1 and 6) --------------------------------
+# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only acceptance rates that the paper published.
+PAPER_RATES = PAPER["acceptance_rates_llama3_70b_8b_cnn"]
 
 def trees(args, report):
-    """Expected tokens by size and shape, at the paper's acceptance rates; the dynamic program's cost."""
-    largest = 1024 if args.quick else 4096
-    costs = []
-    for n, d, b in [(512, 12, 16), (1024, 12, 16), (512, 24, 16), (512, 12, 31), (largest, 24, 31)]:
-        run = functools.partial(sequoia.expected_tokens_table, PAPER_RATES[:b], n, d)
-        seconds = min(timed(run)[0] for _ in range(3 if n <= 1024 else 1))
-        costs.append({"nodes n": n, "levels d": d, "children b": b, "seconds": seconds})
-        costs[-1]["x first"] = seconds / costs[0]["seconds"]
-    report.table("What the dynamic program takes, and that against the first row",
-                 f"It makes n² d b additions; a plan asks for {sequoia.LARGEST} nodes at most.", costs)
-    best = sequoia.expected_tokens_table(PAPER_RATES, largest, 24).max(axis=1)              # (size + 1,)
+    """Expected tokens by size and shape, at the paper's acceptance rates."""
+    largest = 512 if args.quick else 2048
+    seconds, table = timed(lambda: expected_tokens_table(PAPER_RATES, largest, 24))
+    report.say(f"To find the best trees of up to {largest} nodes on up to 24 levels took {seconds:.1f} s.")
+    best = table.max(axis=1)                                                                # (size + 1,)
     rows = []
     for n in [2**i for i in range(3, largest.bit_length())]:
         by_k = {k: Estimate(expected_tokens(tree, PAPER_RATES)) for k, tree in sequences_within(n).items()}
@@ -315,323 +283,247 @@ def trees(args, report):
                  "Computed, so exact: with every doubling the optimal tree gains about as much again, while "
                  "sequences stop gaining.", rows)
     if args.save:
-        styles = {"sequoia": "-", "k sequences": "-", "16 sequences": ":", "2-ary": "-", "chain": "--"}
         for axis, _ in report.panels("trees", rows):
-            for name, style in styles.items():
-                draw_by_size(axis, rows, name, COLOURS[name], style)
+            styles = {"sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "16 sequences": (BROWN, ":"),
+                      "2-ary": (TEAL, "-"), "chain": (PINK, "--")}
+            draw_by_size(axis, rows, styles)
             axis.set_ylabel("expected tokens per step")
-
 
 def sequences_within(n):
     """k sequences of equal length, of at most n nodes with the root, by k."""
     return {k: sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n}
 
+# --- 4  predict: the paper's tables from data sheets (section 4.1; Tables 1 to 4, Figure 8) -----------------
+# Width, width inside the MLP, layers, heads, heads of keys, their width, vocabulary.
+SHAPES = PAPER["shapes"] | {"1B": (2048, 5632, 22, 32, 4, 64, 32000), "tiny": (256, 512, 12, 4, 4, 64, 4096),
+                            "tinier": (144, 384, 1, 4, 4, 32, 4096)}
 
-# --- 4  verification: rejection rates (sections 3.2 and 5.3) ------------------------------------------------
+def weights(shape):
+    """How many weights a pass of a model reads: all but its embedding."""
+    width, inner, layers, heads, key_heads, head, vocabulary = shape
+    return layers * (width * head * 2 * (heads + key_heads) + 3 * width * inner) + width * vocabulary
 
-CHILDREN = (1, 2, 4, 8, 16, 32)
+class Machine(NamedTuple):
+    """What a pass depends on."""
+    read: float              # bytes of weights a second, from its memory or, streamed, the host's
+    multiply: float          # multiplications a second, in bfloat16
+    kernels: float = 0.0     # seconds a layer of small kernels: norms, rotations, masks
+    launch: float = 0.0      # seconds a layer in which Python launches kernels, if no graph holds them
 
+    def seconds(self, model, n):
+        """A pass over n tokens: reading and multiplying go on together, and launching beside them."""
+        shape = SHAPES[model]
+        busy = max(2 * weights(shape) / self.read, n * weights(shape) / self.multiply)
+        return max(busy + self.kernels * shape[2], self.launch * shape[2])
 
-@torch.no_grad()
-def verification(args, report):
-    """How often all k children are rejected, by method, temperature and top-p, and how often they must be."""
-    if 0 in args.temperatures:
-        raise ValueError("verification needs temperatures above 0: greedy, all methods are one")
-    pair = pair_of(args)
-    logits = []
-    for text in progress(texts(args, args.count, 256), "reading"):
-        # Both models' after each of its last tokens, (32, V).
-        logits.append([model(text).logits[0, -32:] for model in (pair.target, pair.draft)])
-    generator = torch.Generator(args.device).manual_seed(0)
-    settings = itertools.product(args.temperatures, (1.0, 0.9) if args.quick else (1.0, 0.9, 0.8))
+# What GPUs reach of their data sheets, an A100 80GB PCIe, an L40 and an H100 SXM.
+REACHED = 0.8
+A100 = Machine(REACHED * 1.935e12, REACHED * 156e12)
+# Two numbers are the paper's: what its draft's pass takes, in a graph, beyond reading the weights (0.5 ms, 2
+# layers); and what transformers take for a layer of the 7B, launched by Python (24.2 ms, 32 layers).
+KERNELS = (0.5e-3 - A100.seconds("JF68M", 1)) / 2
+LAUNCH = 24.2e-3 / 32
+A100 = A100._replace(kernels=KERNELS)
+L40 = Machine(REACHED * 0.864e12, REACHED * 90.5e12, KERNELS)
+H100 = Machine(REACHED * 3.35e12, REACHED * 495e12, KERNELS)
+STREAMED_L40 = L40._replace(read=REACHED * 32e9)
+# As `speed --synthetic 1b-68m` measured on an AMD EPYC.
+CPU = Machine(31e9, 1.7e11)
+# By the paper's table: where the target's pass and the draft's run, the largest tree, SpecInfer's tree.
+PLACES = {"on_device_a100": (A100._replace(launch=LAUNCH), A100, 256, (5, 8)),
+          "on_device_l40": (L40._replace(launch=LAUNCH), L40, 256, (5, 8)),
+          "offloading_l40": (STREAMED_L40, L40, 1024, (16, 48))}
+SETTINGS = {"A100, launched by Python": ("Llama2-7B", "JF68M", A100._replace(launch=LAUNCH), A100),
+            "A100, one graph": ("Llama2-7B", "JF68M", A100, A100),
+            "H100, one graph": ("Llama2-7B", "JF68M", H100, H100), "two cores": ("1B", "JF68M", CPU, CPU),
+            "L40, offloaded": ("Llama3-70B-Instruct", "Llama3-8B-Instruct", STREAMED_L40, L40)}
+
+def latency_of(target, draft, machine, drafting, largest):
+    """t(n) and c. The paper counts d draft passes for d levels, `plan` d - 1: one c more is in each t(n)."""
+    c = drafting.seconds(draft, 1)
+    sizes = range(1, largest + 1)
+    return sequoia.Latency(sizes, np.array([machine.seconds(target, n) + c * (n > 1) for n in sizes]), c)
+
+def power_law(b):
+    """Rates with which the chance that k children are all rejected is 1 / (k + 1)^b."""
+    k = np.arange(1, 17)
+    return k**-b - (k + 1) ** -b
+
+@functools.cache
+def best_by_exponent(size, depth):
+    """Exponents of the power law, and what the best tree of this shape yields with each."""
+    exponents = np.linspace(0.5, 3, 11)
+    return exponents, [expected_tokens_table(power_law(b), size, depth)[size, depth] for b in exponents]
+
+def published(table):
+    """The rows of one of the paper's tables, with the exponent at which the tree yields its tokens a step."""
+    for values in PAPER[table]["rows"]:
+        row = dict(zip(PAPER[table]["columns"], values))
+        exponents, tokens = best_by_exponent(row["tree_size"], row["tree_depth"])
+        yield row | {"b": float(np.interp(row["tokens_per_step"], tokens, exponents))}
+
+def predict(args, report):
+    """The paper's tables, computed; and speed-ups by tree size on five machines."""
+    rows = [predicted_row(table, row) for table in PLACES for row in published(table)]
+    report.table("PREDICTION, nothing here is measured: the paper's tables 1 to 4 from data sheets", f"""
+        A pass takes the longer of reading the weights and multiplying, each at {REACHED:.0%} of the data
+        sheet, and {1e3 * KERNELS:.2f} ms a layer of small kernels (from the paper's 0.5 ms for its draft's
+        pass). On chip the target's takes {1e3 * LAUNCH:.2f} ms a layer at least, in which Python launches it
+        (from the paper's 24.2 ms for the 7B's 32 layers). Offloaded, weights cross a link of 32 GB/s. Left
+        out: attention to the text, verification, moving caches, sampling. `bare`: memory and multiplications
+        alone. That fails on the A100: there the 7B's pass over 128 tokens takes as long as over one, because
+        Python launches both. For the 13B on the L40 it fails that reading and multiplying go on together. b:
+        rates are a power law, as the published ones nearly are (b = 2.14), fitted to the row's tokens a step.
+        Those of SpecInfer's tree are not fitted; for long sequences they are predicted too low, as rates rise
+        along a path accepted so far. planned: of up to 256 nodes (offloaded 1024).""", rows)
+    for table in PLACES:
+        errors = [row["off, %"] for row in rows if row["table"] == table]
+        report.say(f"{table}: predicted speed-ups are {min(errors):+.1f}% to {max(errors):+.1f}% off.")
+    machines_by_size(args, report)
+
+def predicted_row(table, row):
+    machine, drafting, largest, rival = PLACES[table]
+    target, draft, tokens = row["target"], row["draft"], row["tokens_per_step"]
+    shape = row["tree_size"], row["tree_depth"]
+    rates = power_law(row["b"])
+    latency = latency_of(target, draft, machine, drafting, largest)
+    ms = 1e3 * latency.of_step(*shape) / tokens
+    bare = [one._replace(kernels=0.0, launch=0.0) for one in (machine, drafting)]
+    bare_ms = 1e3 * latency_of(target, draft, *bare, largest).of_step(*shape) / tokens
+    tree = sequoia.plan(rates, latency).tree
+    off = 1e3 * latency.t[0] / ms / row["speedup"]
+    return {"table": table, "pair": f"{target}, {draft}", "T": f"{row['temperature']:g}",
+            "texts": row["dataset"], "tree": "{}x{}".format(*shape), "tokens/step": tokens, "b": row["b"],
+            "SpecInfer's": next(row[name] for name in row if re.match("specinfer.*tokens", name)),
+            "predicted": expected_tokens(sequences(*rival), rates),
+            "ms/token": row.get("ms_per_token", 1e3 * row.get("s_per_token", math.nan)), "as predicted": ms,
+            "bare": bare_ms, "speed-up": row["speedup"], "by prediction": off * row["speedup"],
+            "off, %": 100 * (off - 1), "planned": f"{tree.size}x{tree.depth}"}
+
+def machines_by_size(args, report):
+    """One draft on five machines: t(n), c, the best tree, and speed-ups by tree size."""
+    largest = 256 if args.quick else 1024
+    tokens = expected_tokens_table(PAPER_RATES[:16], largest, sequoia.DEEPEST)
+    n, d = np.mgrid[2 : largest + 1, 2 : sequoia.DEEPEST + 1]
     rows = []
-    for temperature, top_p in progress(list(settings), "rejection rates"):
-        decoder = decoder_for(pair, temperature, top_p)
-        scores = [(scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True))
-                  for target, draft in logits]
-        rates = {name: rejection_rates(method, scores, generator) for name, method in METHODS.items()
-                 if name != "traversal"}
-        rates["best"] = np.array([[least_rejection(p, q, k) for k in CHILDREN] for p, q in scores])
-        for name, mine in rates.items():
-            row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}", "method": name}
-            row |= {f"k = {k}": float(mine[:, i].mean()) for i, k in enumerate(CHILDREN)}
-            for i in (0, 3):
-                ratio = estimate(operator.truediv, mine[:, i], rates["sequoia"][:, i])
-                row[f"k = {CHILDREN[i]}, x sequoia"] = ratio
-            rows.append(row)
-    report.table(f"Rejection rate of k children, {32 * len(logits)} positions in {len(logits)} texts",
-                 "Lower is better; `k = 8, x sequoia` compares a method's rate with sequoia's at the same "
-                 "positions. best: the least that is possible with independent children.", rows)
-
-
-def rejection_rates(method, scores, generator, repeats=2):
-    """The chance that all of k children are rejected, a mean over positions and draws of proposals and shared
-    noise, (texts, ks). scores: each text's, of both models."""
-    rates = np.zeros((len(scores), len(CHILDREN)))
-    for text, _ in itertools.product(range(len(scores)), range(repeats)):
-        p, q = scores[text]
-        if method.shared_noise:
-            noise = sequoia.gumbel(sequoia.uniform(p, generator))
-            p, q = p + noise, q + noise
-        P = verified(method, p)
-        tokens = method.propose(q, max(CHILDREN), generator)                                    # (rows, k)
-        # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-        for i, k in enumerate(CHILDREN):
-            accepted = chances_of(method, P, q, tokens[:, :k]).sum(dim=1)
-            rates[text, i] += (1 - accepted).mean().item() / repeats
-    return rates
-
-
-# The best that any verification rule can do is a transport problem: of each set of children's chance as much
-# as can be goes to tokens in the set, and no token gets more than P. By max-flow = min-cut what is left over,
-# the rejection rate, is the largest excess of a set A of tokens,
-#
-#     max over A of  Pr(all children in A) - P(A),          for one child the distance ||P - Q||_1 / 2.
-
-
-def least_rejection(p, q, k):
-    """With independent children the excess is Q(A)^k - P(A), a convex function of the point (P(A), Q(A)), so
-    the best A is an extreme one: the tokens with Q / P above a threshold. The mean over (positions, V)."""
-    P, Q = p.double().softmax(dim=1), q.double().softmax(dim=1)
-    order = torch.where(Q > 0, Q / P, 0).argsort(dim=1, descending=True)
-    P_of_A = P.gather(1, order).cumsum(dim=1)
-    Q_of_A = Q.gather(1, order).cumsum(dim=1)
-    return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
-
+    curves = {}
+    for name, (target, draft, machine, drafting) in SETTINGS.items():
+        latency = latency_of(target, draft, machine, drafting, largest)
+        speedups = tokens[n, d].clip(0) * latency.t[0] / latency.of_step(n, d)              # (sizes, depths)
+        curves[f"{name}: {target}, {draft}"] = speedups.max(axis=1)
+        best = np.unravel_index(speedups.argmax(), speedups.shape)
+        rows.append({"machine": name, "multiplications a weight": 2 * machine.multiply / machine.read,
+                     "t(1), ms": 1e3 * latency.t[0], "t(n) < 2 t(1) to": sum(latency.t < 2 * latency.t[0]),
+                     "c, ms": 1e3 * latency.c, "tree": f"{n[best]}x{d[best]}", "x plain": speedups.max()})
+    report.table("PREDICTION: five machines, all with the published acceptance rates", """The more
+        multiplications are free while a weight is read, the larger the tree that pays.""", rows)
+    if args.save:
+        fig, axis = pyplot().subplots(figsize=(9, 5.6), layout="constrained")
+        for (name, curve), colour in zip(curves.items(), (GREEN, "#65a30d", TEAL, ORANGE, VIOLET)):
+            axis.plot(range(2, largest + 1), curve, color=colour, label=name)
+        log_axis(axis, [2**i for i in range(1, largest.bit_length())], "tree size (nodes)")
+        axis.axhline(1, color=BLACK, linestyle="--", linewidth=1)
+        axis.set_ylabel("times plain decoding")
+        axis.set_title("Predicted from data sheets, not measured", loc="left")
+        axis.legend(frameon=False, fontsize=11)
+        report.picture("predict", fig)
 
 # --- 5  Contenders: ways to decode a prompt, timed side by side ---------------------------------------------
-
 class Run(NamedTuple):
     """One prompt decoded."""
     seconds: float           # of the whole call, the prompt's pass included
     tokens: int              # new ones
     yielded: int             # tokens that the counted steps added
     steps: int               # passes of the target: ours without the prompt's, which yields one token
-    stamps: list             # when each of them was over
     tree: Tree | None = None
 
+class Runs(list):
+    """One contender's runs, a prompt each. Sums are over prompts."""
 
-class Runs(dict):
-    """One contender's runs, by the prompt's number. Sums are over prompts."""
-
-    def column(self, field, prompts=None):
-        return np.array([getattr(self[i], field) for i in prompts or self], dtype=float)
+    def column(self, field):
+        return np.array([getattr(run, field) for run in self], dtype=float)
 
     def tokens_per_step(self):
-        return estimate(operator.truediv, self.column("yielded"), self.column("steps"))
+        return estimate(truediv, self.column("yielded"), self.column("steps"))
+
+    def tokens_per_second(self):
+        return estimate(truediv, self.column("tokens"), self.column("seconds"))
 
     def ms_per_token(self):
-        return float(1e3 * self.column("seconds").sum() / self.column("tokens").sum())
+        return 1e3 / self.tokens_per_second().value
 
-    def ms_per_step(self):
-        """The median, from the end of one to the end of the next."""
-        return 1e3 * float(np.median(np.concatenate([np.diff(run.stamps) for run in self.values()])))
-
-    def last_tree(self):
-        return list(self.values())[-1].tree
-
-    def over(self, other, above="tokens", below="seconds"):
-        """How many times another's speed, on the prompts that both decoded; or its tokens per step."""
-        both = sorted(self.keys() & other.keys())
-        columns = [runs.column(name, both) for runs in (self, other) for name in (above, below)]
+    def over(self, other):
+        """How many times another's speed."""
+        columns = [runs.column(name) for runs in (self, other) for name in ("tokens", "seconds")]
         return estimate(lambda a, b, c, d: a / b / (c / d), *columns)
 
-    def gain_over(self, other):
-        """How many per cent more tokens per step."""
-        ratio = self.over(other, "yielded", "steps")
-        return Estimate(100 * (ratio.value - 1), 100 * ratio.half)
-
-
 class Ours:
-    """This project's decoding, with a Decoder kept from prompt to prompt; share: of the tokens, if slow."""
+    """This project's decoding, with a Decoder kept from prompt to prompt."""
 
-    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, share=1, **kwargs):
+    def __init__(self, pair, temperature, tree, method="sequoia", draft=None):
         self.target, self.temperature = pair.fast[0], temperature
-        self.share, self.measures = share, tree == "auto"
-        self.decoder = sequoia.Decoder(self.target, draft or pair.fast[1], tree, method, **kwargs)
+        self.measures = tree == "auto"
+        self.decoder = sequoia.Decoder(self.target, draft or pair.fast[1], tree, method)
 
     def __call__(self, prompt, new_tokens):
-        new_tokens, steps, stamps = math.ceil(new_tokens * self.share), [], []
-        self.decoder.on_step = lambda step: (steps.append(step), stamps.append(time.perf_counter()))
-        seconds, text = timed(lambda: self.target.generate(
-            prompt, custom_generate=self.decoder, **sampling(prompt, self.temperature, new_tokens)))
-        yielded = sum(len(step.tokens) for step in steps)
-        return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps), stamps, steps[-1].tree)
+        steps = []
+        self.decoder.on_step = steps.append
+        how = request(prompt, self.temperature, new_tokens)
+        seconds, text = timed(lambda: self.target.generate(prompt, custom_generate=self.decoder, **how))
+        # The first is the prompt's pass.
+        yielded = sum(len(step.tokens) for step in steps[1:])
+        return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps) - 1, steps[-1].tree)
 
-    def learn(self, prompts, args):
+    def learn(self, prompts):
         """Decodes prompts for what they show its planner, which it returns."""
         torch.manual_seed(0)
         for prompt in progress(prompts, f"learning, {named(self.temperature)}"):
-            self(prompt, args.new_tokens)
-        # While it measures anew, as the machine has changed its speed, it knows no latency.
-        while self.measures and not self.decoder.planner.due:
-            self(prompts[0], args.new_tokens)
+            self(prompt, 64)
+        while self.measures and self.decoder.planner.plan is None:
+            self(prompts[0], 64)
         return self.decoder.planner
-
 
 class Theirs:
     """One of transformers' own ways to decode; assistant: the settings of assisted generation."""
 
-    def __init__(self, pair, temperature, assistant=None, **kwargs):
+    def __init__(self, pair, temperature, assistant=(), **kwargs):
         self.pair, self.temperature = pair, temperature
-        self.assistant = assistant or {}
+        self.assistant = dict(assistant)
         self.kwargs = {**kwargs, "assistant_model": pair.draft} if assistant else kwargs
 
     def __call__(self, prompt, new_tokens):
         for name, value in self.assistant.items():
             setattr(self.pair.draft.generation_config, name, value)
-        target, stamps = self.pair.target, []
-        with target.register_forward_hook(lambda *_: stamps.append(time.perf_counter())):
-            seconds, text = timed(lambda: target.generate(
-                prompt, **sampling(prompt, self.temperature, new_tokens), **self.kwargs))
+        target = self.pair.target
+        passes = []
+        how = request(prompt, self.temperature, new_tokens)
+        with target.register_forward_hook(lambda *_: passes.append(1)):
+            seconds, text = timed(lambda: target.generate(prompt, **how, **self.kwargs))
         new = text.shape[1] - prompt.shape[1]
         # The pass over the prompt also scores the first candidates.
-        return Run(seconds, new, new, len(stamps), stamps)
+        return Run(seconds, new, new, len(passes))
 
-
-def interleave(contenders, prompts, args, label, seldom=()):
-    """Every contender on every prompt, those named in `seldom` on about PEERS, taking turns: their runs by
-    name. A short run of each comes first, to warm up. All have the same seed on the same prompt."""
+def interleave(contenders, prompts, args, label):
+    """Every contender on every prompt, taking turns: their runs by name. A short run of each comes first, to
+    warm up. All have the same seed on the same prompt."""
     for contender in contenders.values():
         # A planner measures for its first forty steps or so.
         contender(prompts[0], 128 if getattr(contender, "measures", False) else 16)
     names = list(contenders)
     runs = {name: Runs() for name in names}
-    every = math.ceil(len(prompts) / PEERS)
     for i, prompt in enumerate(progress(prompts, label)):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            if name in seldom and i % every:
-                continue
             torch.manual_seed(i)
-            runs[name][i] = contenders[name](prompt, args.new_tokens)
+            runs[name].append(contenders[name](prompt, args.new_tokens))
     return runs
 
-
-def fastest(variants, prompts, args):
-    """A small sweep: the variant that takes the least time per token over the first two prompts."""
-    runs = interleave(variants, prompts[: 1 if args.quick or args.synthetic else 2], args, "settings")
-    best = min(variants, key=lambda name: runs[name].ms_per_token())
-    return {best: variants[best]}
-
-
-# --- 6  traversal: walking from the root against verifying from the leaves ----------------------------------
-#
-# On the same trees, with the same tokens and the same scores of both models. What each would yield is not
-# drawn but computed, and so exact for the tree at hand; only the texts and the proposals are samples.
-
-def expected_of_walk(layout, tokens, P, q):
-    """The tokens that a walk yields on average: the chances to reach each node, summed. P, q: (size, V)."""
-    exists = layout.children >= 0                                                           # (size, ranks)
-    chances = chances_of(METHODS["sequoia"], P, q, torch.where(exists, tokens[layout.children], -1))
-    accepted = torch.ones_like(P[:, 0])
-    accepted[layout.children[exists]] = chances[exists]
-    return torch.where(layout.mask[:-1, :-2], accepted, 1).prod(dim=1).sum().item()
-
-
-def expected_of_traversal(layout, tokens, P, q):
-    """Those of traversal: each node's depth + 1 times the chance that it is the first to accept."""
-    nodes, masses, _ = METHODS["traversal"].endings(layout, tokens, P, q)
-    return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
-
-
-EXPECTED = {"sequoia": expected_of_walk, "traversal": expected_of_traversal}
-
-
-@dataclass(frozen=True, eq=False)
-class Onlooker(sequoia.Method):
-    """A method that decodes like its leader, and notes what each of EXPECTED says of every step."""
-    leader: sequoia.Method = None
-    expected: list = None
-
-    def verify_tree(self, layout, tokens, target_scores, q, *rest):
-        P = target_scores(slice(len(q))).softmax(dim=1)                                     # (size, V)
-        self.expected.append([expected(layout, tokens, P, q) for expected in EXPECTED.values()])
-        return self.leader.verify_tree(layout, tokens, target_scores, q, *rest)
-
-
-def traversal(args, report):
-    """Expected tokens per step of both on the same trees, by tree size and temperature."""
-    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
-    rows = []
-    for temperature in args.temperatures:
-        # The rates are learnt from every other prompt.
-        rates = Ours(pair, temperature, (32, 8)).learn(prompts[1::2], args).rates()
-        for size in (8, 48) if args.quick else (8, 16, 32, 64, 128, 256):
-            tree = optimal_tree(rates, size, min(size, 16))
-            steps, walk, upward = traversal_sums(pair, temperature, tree, prompts[::2], args)
-            gain = estimate(lambda upward, walk: 100 * (upward / walk - 1), upward, walk)
-            rows.append({"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth,
-                         "steps": int(steps.sum()), "sequoia": float(walk.sum() / steps.sum()),
-                         "traversal": float(upward.sum() / steps.sum()), "gain, %": gain})
-    report.table(f"Tokens per step on the same trees, {args.count} prompts",
-                 "`gain` is what verifying from the leaves adds to the tokens of a walk; what it adds to a "
-                 "step's time is not in it. An interval that contains 0 shows no gain.", rows)
-    if args.save:
-        for axis, _ in report.panels("traversal", [{}]):
-            axis.axhline(0, color=BLACK, linewidth=1)
-            for i, temperature in enumerate(args.temperatures):
-                mine = [row for row in rows if row["temperature"] == f"{temperature:g}"]
-                shade = pyplot().get_cmap("viridis_r")(0.2 + 0.7 * i / len(args.temperatures))
-                draw_by_size(axis, mine, "gain, %", shade, label=named(temperature), shift=0.1 * (i - 1))
-            axis.set_ylabel("more tokens per step\nthan sequoia, %")
-
-
-def traversal_sums(pair, temperature, tree, prompts, args):
-    """By prompt the number of steps and what each of EXPECTED says of them, summed: (prompts,) each."""
-    expected, contenders = [], []
-    for leader in map(METHODS.get, EXPECTED):
-        onlooker = Onlooker(leader.propose, leader.ratios, leader=leader, expected=expected)
-        contenders.append(Ours(pair, temperature, tree, onlooker, cuda_graph=False))
-    sums = []
-    for i, prompt in enumerate(progress(prompts, f"{named(temperature)}, {tree.size} nodes")):
-        expected.clear()
-        # Half of the text is decoded by one of them, half by the other.
-        for contender in contenders:
-            torch.manual_seed(i)
-            contender(prompt, math.ceil(args.new_tokens / 2))
-        sums.append([len(expected), *np.sum(expected, axis=0)])
-    return np.array(sums).T
-
-
-# --- 7  scaling: tokens per step by tree size (section 5.2) -------------------------------------------------
-
-def scaling(args, report):
-    """Tokens per step in real decoding: the optimal tree against k sequences verified by SpecInfer."""
-    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
-    sizes = [2**i for i in range(3, 7 if args.quick else 10)]
-    rows = []
-    for temperature in args.temperatures:
-        # The rates are learnt from every other prompt.
-        rates = Ours(pair, temperature, (32, 8)).learn(prompts[1::2], args).rates()
-        for size in progress(sizes, named(temperature)):
-            shapes = sequences_within(size)
-            k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
-            tree = optimal_tree(rates, size, min(size, 16))
-            contenders = {"sequoia": Ours(pair, temperature, tree),
-                          "k sequences": Ours(pair, temperature, shapes[k], "specinfer")}
-            if 16 in shapes:
-                contenders["16 sequences"] = Ours(pair, temperature, shapes[16], "specinfer")
-            runs = interleave(contenders, prompts[::2], args, f"{size} nodes")
-            mine = runs["sequoia"]
-            row = {"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth, "best k": k,
-                   "expected": expected_tokens(tree, rates), "sequoia": mine.tokens_per_step()}
-            for name, gain in (("k sequences", "gain, %"), ("16 sequences", "gain over 16, %")):
-                row[name] = runs[name].tokens_per_step() if name in runs else None
-                row[gain] = mine.gain_over(runs[name]) if name in runs else None
-            rows.append(row)
-    report.table(f"Tokens per step at equal size, {args.count} prompts",
-                 "`gain`: what the optimal tree yields beyond k sequences of the same size, with SpecInfer's "
-                 "test; best k: of 1, 2, 4, ... 32 by expected tokens. The paper has 33% more than 16 "
-                 "sequences at 512 nodes.", rows)
-    if args.save:
-        styles = {"sequoia": "-", "k sequences": "-", "16 sequences": ":"}
-        for axis, mine in report.panels("scaling", rows):
-            for i, (name, style) in enumerate(styles.items()):
-                draw_by_size(axis, mine, name, COLOURS[name], style, shift=0.08 * (i - 1))
-            axis.set_ylabel("tokens per step")
-
-
-# --- 8  speed: side by side with transformers (section 5.1, Table 1) ----------------------------------------
+# --- 6  speed: side by side with transformers (section 4.1, Table 1) ----------------------------------------
+# Who takes part in several settings. Assisted generation: number of tokens, schedule, least confidence; the
+# fastest two of eight on the bundled pair. Lookup: number of tokens. SpecInfer: sequences and their length.
+ASSISTED = ((5, "constant", 0.4), (2, "heuristic", 0.4))
+LOOKUP = (4, 10)
+SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
+BARS = ("generate", "assisted", "plain", "specinfer", "sequoia")
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
@@ -639,70 +531,98 @@ def speed(args, report):
         return synthetic_speed(args, report)
     pair, prompts = pair_of(args), texts(args, args.count, 128)
     report.say(f"Target {args.target}, draft {args.draft}, {args.dtype}.")
+    paces = {}
     for temperature in args.temperatures:
-        contest(prompts, temperature, args, report, contenders_for(pair, prompts, temperature, args))
+        best = contest(prompts, temperature, args, report, contenders_for(pair, temperature, args))
+        paces[temperature] = {name: best[name].tokens_per_second() for name in BARS}
+    if args.save and paces.keys() <= {0.0, 0.6}:
+        draw_paces(args, report, paces)
 
-
-def contenders_for(pair, prompts, temperature, args):
-    """All who take part, by (name, setting); the peers with the best of their settings."""
+def contenders_for(pair, temperature, args):
+    """All who take part, by (name, setting)."""
     mine = functools.partial(Ours, pair, temperature)
     peer = functools.partial(Theirs, pair, temperature)
+    taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(PLAIN)}
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    assisted = {}
-    for setting in itertools.product((2, 5), ("constant", "heuristic"), (0.0, 0.4)):
-        assisted["assisted", " ".join(map(str, setting))] = peer(assistant=dict(zip(names, setting)))
-    lookup = {("lookup", f"{n} tokens"): peer(prompt_lookup_num_tokens=n) for n in (2, 4, 10)}
-    taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(PLAIN),
-                   **fastest(assisted, prompts, args), **fastest(lookup, prompts, args)}
-    for k, length in ((1, 3), (2, 4), (4, 4), (5, 8)):
-        taking_part["sequences", f"{k} of {length}"] = mine(sequences(k, length), "specinfer")
+    for setting in ASSISTED:
+        taking_part["assisted", " ".join(map(str, setting))] = peer(assistant=zip(names, setting))
+    # A synthetic text is noise, of which nothing can be looked up.
+    for n in () if args.synthetic else LOOKUP:
+        taking_part["lookup", f"{n} tokens"] = peer(prompt_lookup_num_tokens=n)
+    for k, length in SPECINFER:
+        taking_part["specinfer", f"{k} of {length}"] = mine(sequences(k, length), "specinfer")
     # Greedy, all methods are one and the same.
     for method in ("topk", "traversal", "gumbel", "sequoia") if temperature else ("sequoia",):
-        taking_part[method, args.tree] = mine(sequoia.tree_shape(args.tree), method)
+        taking_part[method, args.tree] = mine(args.tree, method)
     return taking_part
 
-
 def contest(prompts, temperature, args, report, contenders):
-    """A table of all contenders on all prompts. Returns the runs by name."""
-    seldom = [name for name in contenders if name[0] not in ("plain", "sequoia")]
-    runs = interleave(contenders, prompts, args, named(temperature), seldom)
-    by_name = {name: mine for (name, _), mine in runs.items()}
+    """A table of all contenders on all prompts. Returns the runs by name, the fastest of several."""
+    runs = interleave(contenders, prompts, args, named(temperature))
+    # The fastest of a name is the last, and so the one that stays.
+    by_speed = sorted(runs, key=lambda who: -runs[who].ms_per_token())
+    best = {name: runs[name, setting] for name, setting in by_speed}
     rows = []
     for (name, setting), mine in runs.items():
-        if setting == "auto":
-            tree = mine.last_tree()
-            setting = f"auto {tree.size}x{tree.depth}"
-        row = {"temperature": f"{temperature:g}", "method": name, "setting": setting, "prompts": len(mine),
+        tree = mine[-1].tree
+        row = {"temperature": f"{temperature:g}", "method": name,
+               "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting,
                "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token()}
-        row |= {f"x {peer}": mine.over(by_name[peer]) for peer in ("generate", "assisted", "plain")}
-        rows.append(row)
+        rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in BARS[:-1]})
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
-                 f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels",
-                 "`x plain`: the speed against the same code without a tree, on the prompts that both have; "
-                 f"where intervals overlap, who leads is open. {TWO_CORES}", rows)
-    return by_name
+                 f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels", f"""
+        `x plain`: the speed against the same code without a tree. `x assisted`, `x specinfer`: against the
+        fastest of these here, which the same runs choose, in its favour. Where intervals overlap, who leads
+        is open. {TWO_CORES}""", rows)
+    return best
 
+def predicted_paces(temperature):
+    """Tokens a second of an A100, as in `predict`, with the rates of the paper's row for the 7B and C4."""
+    row = next(row for row in published("on_device_a100") if row["temperature"] == temperature)
+    rates = power_law(row["b"])
+    latency = latency_of("Llama2-7B", "JF68M", A100, A100, 256)
 
-# --- 9  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot ------------
-#
+    def pace(tree):
+        return Estimate(expected_tokens(tree, rates) / latency.of_step(tree.size, tree.depth))
+
+    return {"generate": Estimate(1 / (32 * LAUNCH)), "plain": Estimate(1 / latency.t[0]),
+            "specinfer": max(pace(sequences(*shape)) for shape in SPECINFER),
+            "sequoia": pace(sequoia.plan(rates, latency).tree)}
+
+def draw_paces(args, report, measured):
+    """Bars of tokens a second: measured on this machine, and predicted for an A100."""
+    predicted = {temperature: predicted_paces(temperature) for temperature in measured}
+    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
+    titles = (f"Measured: {device_name(args.device)}", "PREDICTED, not measured: A100, 7B with 68M")
+    for axis, title, paces in zip(axes, titles, (measured, predicted)):
+        for i, (temperature, found) in enumerate(paces.items()):
+            heights, halves = zip(*found.values())
+            places = np.arange(len(found)) + 0.4 * i
+            bars = axis.bar(places, heights, 0.4, yerr=halves if paces is measured else None,
+                            color=(GREEN, "#86efac")[i % 2], edgecolor="white", label=named(temperature),
+                            hatch="//" if paces is predicted else None, error_kw={"lw": 1.2, "capsize": 3})
+            axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=10)
+        axis.set_xticks(np.arange(len(found)) + 0.2, list(found))
+        axis.set_title(title, loc="left", fontsize=13)
+    axes[0].set_ylabel("tokens a second")
+    axes[0].legend(frameon=False)
+    report.say("`generate`, `assisted`: transformers' own. `plain`: no tree. `specinfer`: the fastest of its "
+               "trees. Right: as computed by `predict`, a step being one CUDA graph, `generate` the paper's.")
+    report.picture("speed", fig)
+
+# --- 7  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot ------------
 # Both models share a random bigram core, an embedding for each token and a head in the draft's width, and add
-# what their own random layers make of it. The more the core weighs the more the two agree: its share is set,
-# by bisection, to the paper's tokens per step. Every product is done; the text is noise.
-
-SHAPES = {
-    "7b": (4096, 11008, 32, 32, 32, 128, 32000), "68m": (768, 3072, 2, 12, 12, 64, 32000),
-    "1b": (2048, 5632, 22, 32, 4, 64, 32000), "33b": (6656, 17920, 60, 52, 52, 128, 32000),
-    "tiny target": (256, 512, 12, 4, 4, 64, 4096), "tiny draft": (144, 384, 1, 4, 4, 32, 4096)}
-SYNTHETIC = {"7b-68m": ("7b", "68m"), "1b-68m": ("1b", "68m"), "tiny": ("tiny target", "tiny draft")}
-# By temperature the paper's tree for Llama-2-7B and its tokens per step.
-PAPER = {0.0: (128, 10, 5.08), 0.6: (128, 7, 3.92)}
-
+# what their own random layers make of it. Every product is done; the text is noise. The more the core weighs
+# the more the two agree. With these shares, by temperature, found by bisection for the first two pairs, a
+# tree of the paper's size and depth yields about as many tokens a step as the paper's, the 7B on C4.
+SHARES = {0.0: 10.0, 0.6: 6.8}
+SYNTHETIC = {"7b-68m": ("Llama2-7B", "JF68M"), "1b-68m": ("1B", "JF68M"), "tiny": ("tiny", "tinier")}
 
 class SyntheticPair(Pair):
     """Two random Llama models with a common core."""
 
-    def __init__(self, target, draft):
-        super().__init__(target, draft)
+    def __init__(self, target, draft, pack=True):
+        super().__init__(target, draft, pack)
         shape = 2, draft.config.vocab_size, draft.config.hidden_size
         self.core, head = torch.randn(shape, device=draft.device)
         for model in (self.target, self.draft):
@@ -722,40 +642,11 @@ class SyntheticPair(Pair):
             # Logits of deviation 6: distributions about as sharp as a trained model's.
             norm.data.fill_(6 / model(probe).logits.float().std().item())
 
-    def tune(self, temperature, size, depth, wanted):
-        """Finds the share with which the optimal tree yields `wanted` tokens. Returns what it does yield."""
-        middle, seen = 0.0, []
-        for half in progress([2.0**-i for i in range(1, 9)], f"matching {wanted} tokens per step"):
-            self.set_share(float(np.exp(middle)))
-            rates = self.acceptance_rates(temperature)
-            expected = expected_tokens(optimal_tree(rates, size, depth), rates)
-            seen.append((abs(expected - wanted), middle, expected))
-            middle += half * math.copysign(math.log(10), wanted - expected)
-        _, nearest, expected = min(seen)
-        self.set_share(float(np.exp(nearest)))
-        return expected
-
-    @torch.no_grad()
-    def acceptance_rates(self, temperature, rows=16, prompt=16, new=32):
-        """Along texts of the target's own, after prompts that are the same every time: (ranks,)."""
-        ids = torch.arange(rows * prompt, device=self.core.device).reshape(rows, prompt)
-        torch.manual_seed(0)
-        output = self.target.generate(ids, **sampling(ids, temperature, new), return_dict_in_generate=True,
-                                      output_logits=True)
-        target = torch.stack(output.logits, dim=1).float().flatten(0, 1)                    # (rows * new, V)
-        draft = self.draft(output.sequences).logits[:, prompt - 1 : -1].float().flatten(0, 1)
-        decoder = decoder_for(self, temperature)
-        p, q = scores_of(decoder, target, draft=False), scores_of(decoder, draft, draft=True)
-        method = decoder.method
-        chances = chances_of(method, verified(method, p), q, method.propose(q, 32))         # (rows * new, k)
-        return chances.mean(dim=0).cpu().numpy()
-
-
-def random_llama(shape, args, device):
+def random_llama(name, args, device):
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads", "head_dim", "vocab_size")
-    config = LlamaConfig(**dict(zip(names, shape)), tie_word_embeddings=False, max_position_embeddings=2048,
-                         initializer_range=shape[0] ** -0.5)
+    config = LlamaConfig(**dict(zip(names, SHAPES[name])), tie_word_embeddings=False,
+                         max_position_embeddings=2048, initializer_range=SHAPES[name][0] ** -0.5)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
     for layer in model.model.layers:
@@ -763,266 +654,422 @@ def random_llama(shape, args, device):
         layer.self_attn.q_proj.weight.data.mul_(3)
     return model
 
-
 def synthetic_speed(args, report):
-    """Where a step's time goes at full scale, and how near it is to the memory's speed."""
+    """The contest at full scale, and how near a step is to the memory's speed, or to that of the link."""
     torch.manual_seed(0)
-    shapes = [SHAPES[name] for name in SYNTHETIC[args.synthetic]]
-    pair = SyntheticPair(*(random_llama(shape, args, args.device) for shape in shapes))
+    large, small = SYNTHETIC[args.synthetic]
+    home = "cpu" if args.offload else args.device
+    target = random_llama(large, args, home)
+    target = sequoia.offload(target, args.device) if args.offload else target
+    # A target that streams cannot be copied, to be packed.
+    pair = SyntheticPair(target, random_llama(small, args, args.device), pack=not args.offload)
     prompts = [torch.randint(len(pair.core), (1, 128), device=args.device) for _ in range(args.count)]
-    read = set(pair.target.parameters()) - {pair.target.get_input_embeddings().weight}
-    weights = sum(weight.nbytes for weight in read)
-    buffer = torch.ones(weights // 4, device=args.device)
-
-    def reading(*_):
-        seconds = float(np.median([timed(buffer.sum)[0] for _ in range(7)]))
-        return Run(seconds, 1, 1, 1, [0.0, seconds])
-
-    floor = reading().seconds
-    report.say(f"Synthetic pair {args.synthetic}, {args.dtype}. To read the target's "
-               f"{weights / 1e9:.3f} GB takes {1e3 * floor:.2f} ms ({weights / floor / 1e9:.0f} GB/s).")
-    splits = []
+    size = weights(SHAPES[large]) * target.dtype.itemsize
+    # An eighth of the weights, to have room for two.
+    buffer = torch.ones(size // 8, dtype=torch.uint8, device=home, pin_memory=home != args.device)
+    arrived = torch.empty_like(buffer, device=args.device, pin_memory=False)
+    move = functools.partial(arrived.copy_, buffer) if args.offload else buffer.view(torch.float32).sum
+    floor = 8e3 * float(np.median([timed(move)[0] for _ in range(9)]))
+    report.say(f"Synthetic pair {args.synthetic}, {args.dtype}. The least that a step can take: to "
+               f"{'copy' if args.offload else 'read'} the target's {size / 1e9:.3f} GB takes {floor:.2f} ms, "
+               f"{size / floor / 1e6:.0f} GB/s.")
     for temperature in args.temperatures:
-        if temperature not in PAPER:
+        if temperature not in SHARES:
             raise ValueError(f"--synthetic knows the temperatures 0 and 0.6 only, got {temperature:g}")
-        size, depth, wanted = PAPER[temperature]
-        expected = pair.tune(temperature, size, depth, wanted)
-        report.say(f"{named(temperature)}: {wanted} tokens per step wanted, tuned to {expected:.2f}.")
-        mine = functools.partial(Ours, pair, temperature)
-        contenders = contenders_for(pair, prompts, temperature, args)
-        contenders["floor", "weights read"] = reading
-        contenders["paper's tree", f"{size}x{depth}"] = mine((size, depth))
-        contenders["slow draft", "target, 1 of 3"] = mine(sequences(1, 3), "specinfer", pair.fast[0])
-        runs = contest(prompts, temperature, args, report, contenders)
-        for name in ("plain", "sequoia", "paper's tree"):
-            parts = split_step(pair, temperature, prompts[0], args, runs, name)
-            splits.append({"temperature": f"{temperature:g}", "method": name, **parts})
-    report.table("A step's time in ms, and the share of the memory's speed reached",
-                 "Medians of one run: where the time goes (rest: proposals, masks, Python), and how many "
-                 "plain steps a step costs, which its tokens must make up for.", splits)
+        pair.set_share(SHARES[temperature])
+        *_, size, depth, _, tokens, _, _, _ = PAPER["on_device_a100"]["rows"][temperature > 0]
+        contenders = contenders_for(pair, temperature, args)
+        contenders["paper's size", f"{size}x{depth}"] = Ours(pair, temperature, (size, depth))
+        contest(prompts, temperature, args, report, contenders)
+        report.say(f"`paper's size`: the size and depth of the paper's tree, with {tokens} tokens a step.")
 
-
-def split_step(pair, temperature, prompt, args, runs, name):
-    """The parts of a step, in ms: medians over a run with a clock around each part. On a GPU, where a step is
-    one graph, that run is without it and the parts are timed as graphs of their own."""
-    tree = runs[name].last_tree()
-    mine = Ours(pair, temperature, tree)
-    spent, rows, start = Counter(), [], None
-
-    def clock(part, function):
-        def clocked(self, *arguments):
-            seconds, result = timed(lambda: function(self, *arguments))
-            # Moving twice is not the same as moving once.
-            if mine.decoder.static and part != "moves" and start is not None:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    function(self, *arguments)
-                seconds = min(timed(graph.replay)[0] for _ in range(3))
-            model = "target" if getattr(self, "model", None) is pair.fast[0] else "draft"
-            spent[part or model] += 1e3 * seconds
-            return result
-        return clocked
-
-    def on_step(step):
-        nonlocal start
-        now = time.perf_counter()
-        if start is not None:
-            rows.append({**spent, "rest": 1e3 * (now - start) - spent.total()})
-        start = now
-        spent.clear()
-
-    mine.decoder.on_step = on_step
-    model, matching = sequoia.CachedModel, sequoia.Matching
-    with (mock.patch.multiple(model, score=clock(None, model.score), move=clock("moves", model.move)),
-          mock.patch.object(sequoia.Method, "verify_tree", clock("verify", sequoia.Method.verify_tree)),
-          mock.patch.object(matching, "verify_tree", clock("verify", matching.verify_tree)),
-          mock.patch.object(sequoia.Decoder, "replay", sequoia.Decoder.program)):
-        how = sampling(prompt, temperature, args.new_tokens)
-        mine.target.generate(prompt, custom_generate=mine.decoder, **how)
-    parts = {part: float(np.median([row.get(part, 0.0) for row in rows]))
-             for part in ("target", "draft", "verify", "moves", "rest")}
-    whole = runs[name].ms_per_step()
-    if args.device != "cpu":
-        parts["rest"] = whole - sum(list(parts.values())[:-1])
-    return {"tree": f"{tree.size}x{tree.depth}", "step": whole, **parts,
-            "floor / step": runs["floor"].ms_per_step() / whole,
-            "x plain step": whole / runs["plain"].ms_per_step()}
-
-
-# --- 10  planner: promised and achieved (section 4) ---------------------------------------------------------
-
+# --- 8  planner: promised and achieved (section 4.1; appendix, Figures 7 and 8) -----------------------------
 def planner(args, report):
-    """The planned tree and eleven others, predicted and measured; and what a useless draft costs. All decode
-    with gumbel, so that all write the same texts: what differs is the trees."""
+    """The planned tree and others, predicted and measured; and what a useless draft costs. All decode with
+    gumbel, so that all write the same texts: what differs is the trees."""
     pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
     torch.manual_seed(0)
     useless = AutoModelForCausalLM.from_config(pair.draft.config, dtype=pair.draft.dtype)
     useless = sequoia.pack(useless.to(args.device).eval())
-    rows, choices, times = [], [], []
+    rows = []
     for temperature in args.temperatures:
         mine = functools.partial(Ours, pair, temperature, method="gumbel")
         auto = mine("auto")
-        learnt = auto.learn(prompts[1::2], args)
+        learnt = auto.learn(prompts[1::2])
         rates, latency = learnt.rates()[:, :16], learnt.latency()
-        chosen = sequoia.plan(rates, latency).tree
-        trees = trees_around(chosen, rates, latency)
-        contenders = {"plain": mine(PLAIN), "auto": auto, "useless": mine("auto", draft=useless)}
-        contenders |= {name: mine(tree) for name, tree in trees.items()}
+        trees = trees_around(sequoia.plan(rates, latency).tree, rates)
+        contenders = {"plain": mine(PLAIN), **{name: mine(tree) for name, tree in trees.items()},
+                      "goes on planning": auto, "with a useless draft": mine("auto", draft=useless)}
         runs = interleave(contenders, prompts[::2], args, f"trees, {named(temperature)}")
-        for name, tree in trees.items():
-            tokens = expected_tokens(tree, rates)
-            promised = None
-            if tree.size <= latency.sizes[-1]:
-                promised = float(tokens * latency.t[0] / latency.of_step(tree.size, tree.depth))
-            rows.append({"temperature": f"{temperature:g}", "tree": name, "planned": "<--" * (tree == chosen),
-                         "tokens/step, predicted": tokens, "achieved": runs[name].tokens_per_step(),
-                         "x plain, predicted": promised, "x plain": runs[name].over(runs["plain"])})
         best = min(trees, key=lambda name: runs[name].ms_per_token())
-        planned = next((name for name, tree in trees.items() if tree == chosen), "plain")
-        choices.append({"temperature": f"{temperature:g}", "planned": planned, "best": best,
-                        "planned / best": runs[planned].over(runs[best]),
-                        "auto / best": runs["auto"].over(runs[best]),
-                        "auto, x plain": runs["auto"].over(runs["plain"]),
-                        "useless, x plain": runs["useless"].over(runs["plain"])})
-        for size, seconds in zip(latency.sizes, latency.t):
-            times.append({"temperature": f"{temperature:g}", "nodes": size, "ms": 1e3 * seconds,
-                          "x one node": seconds / latency.t[0], "draft pass c, ms": 1e3 * latency.c})
-    report.table(f"Predicted and achieved, {args.count} prompts",
-                 "A plan promises what it was computed from, rates and times of other prompts; where "
-                 "intervals overlap, who leads is open.", rows)
-    report.table("The planned tree's speed against the best",
-                 "Near 1 the planner has found as good a tree as any of the twelve; the same runs choose the "
-                 "best, which flatters it. auto: the tree may change; useless: a random draft.", choices)
-    report.table("t(n), a step without its draft passes, and c, as measured while decoding", TWO_CORES, times)
+        for name in list(contenders)[1:]:
+            tokens = promised = None
+            if name in trees:
+                tokens = expected_tokens(trees[name], rates)
+                seconds = latency.of_step(trees[name].size, trees[name].depth)
+                timed_so_far = trees[name].size <= latency.sizes[-1]
+                promised = float(tokens * latency.t[0] / seconds) if timed_so_far else None
+            rows.append({"temperature": f"{temperature:g}", "tree": name, "tokens/step, predicted": tokens,
+                         "achieved": runs[name].tokens_per_step(), "x plain, predicted": promised,
+                         "x plain": runs[name].over(runs["plain"]), "x best": runs[name].over(runs[best])})
+        times = [f"{size}: {1e3 * seconds:.2f}" for size, seconds in zip(latency.sizes, latency.t)]
+        report.say(f"{named(temperature)}, measured while decoding, in ms: t(n), a step's time without draft "
+                   f"passes, by n, {', '.join(times)}; a draft pass, c, {1e3 * latency.c:.2f}.")
+    report.table(f"Predicted and achieved, {args.count} prompts", f"""A plan promises what it was computed
+        from, rates and times of other prompts; where intervals overlap, who leads is open. `any depth`: the
+        trees of a size with the most tokens a step, however many draft passes they take; the paper's Figure 7
+        compares the planned one with these. `x best`: against the fastest tree, which the same runs choose.
+        {TWO_CORES}""", rows)
     if args.save:
+        # A line for each tree: what was promised, a ring, and what was achieved, a point with its interval.
         for axis, mine in report.panels("planner", rows, height=6.5):
-            draw_promises(axis, mine)
+            lines = range(len(mine))
+            axis.plot([row["x plain, predicted"] for row in mine], lines, "o", markersize=9, fillstyle="none",
+                      color=BLACK, label="predicted")
+            achieved, halves = zip(*(row["x plain"] for row in mine))
+            axis.errorbar(achieved, lines, xerr=halves, fmt="o", capsize=3, color=GREEN, label="achieved")
+            axis.axvline(1, color=BLACK, linestyle="--", linewidth=1, label="no tree")
+            axis.set_yticks(lines, [row["tree"] for row in mine])
+            axis.set(xlabel="times plain decoding", ylim=(len(mine) - 0.5, -0.5))
 
-
-def draw_promises(axis, rows):
-    """A line for each tree: what was promised, a ring, and what was achieved, a point with its interval."""
-    lines = range(len(rows))
-    axis.plot([row["x plain, predicted"] for row in rows], lines, "o", markersize=9, fillstyle="none",
-              color=BLACK, label="predicted")
-    achieved, halves = zip(*(row["x plain"] for row in rows))
-    axis.errorbar(achieved, lines, xerr=halves, fmt="o", markersize=6, capsize=3, elinewidth=1.5,
-                  color=COLOURS["sequoia"], label="achieved")
-    axis.axvline(1, color=BLACK, linestyle="--", linewidth=1, label="no tree")
-    axis.set_yticks(lines, [row["tree"] for row in rows])
-    for label, row in zip(axis.get_yticklabels(), rows):
-        if row["planned"]:
-            label.set(fontweight="bold", color=COLOURS["sequoia"])
-    axis.invert_yaxis()
-    axis.set_xlabel("times plain decoding\n(bold: the planned tree)")
-
-
-def trees_around(chosen, rates, latency):
-    """The planned tree, eight near it, and three of sequences, by name."""
+def trees_around(chosen, rates):
+    """By name: the planned tree, four beside it, three of sequences, and four of any depth."""
     size, depth = (chosen.size, chosen.depth) if chosen.size > 1 else (8, 4)
-    distance = {chosen: 0.0} if chosen.size > 1 else {}
-    for n in {max(2, round(size * 2 ** (i / 2))) for i in range(-4, 5)}:
-        for d in range(max(2, depth - 2), depth + 3):
-            if d <= n <= min(latency.sizes[-1], sum(rates.shape[1] ** level for level in range(d))):
-                tree = optimal_tree(rates, n, d)
-                distance.setdefault(tree, abs(math.log2(n / size)) + 0.8 * abs(tree.depth - depth))
-    near = sorted(sorted(distance, key=distance.get)[:9], key=lambda tree: (tree.size, tree.depth))
-    trees = {f"{tree.size}x{tree.depth}": tree for tree in near}
-    for k, length in ((1, 3), (2, 4), (4, 4)):
-        trees[f"sequences {k} of {length}"] = sequences(k, length)
-    return trees
+    trees = {f"{chosen.size}x{chosen.depth}, planned": chosen}
+    for n, d in ((size // 2, depth - 1), (size, depth - 1), (size, depth + 1), (2 * size, depth)):
+        # Two levels have room for a root and its children.
+        if 2 <= d <= n <= 1 + rates.shape[1] * (d - 1):
+            trees[f"{n}x{d}"] = optimal_tree(rates, n, d)
+    trees |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
+    return trees | {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 32, 64)}
 
+# --- 9  verification: rejection rates, and all methods on one tree (sections 3.2 and 4.2.2, Figure 3) -------
+CHILDREN = (1, 2, 4, 8, 16, 32)
+COLOURS = {"sequoia": GREEN, "specinfer": ORANGE, "spectr": "#ca8a04", "naive": GREY, "topk": BLUE,
+           "gumbel": VIOLET, "least if independent": BLACK}
 
-# --- 11  offload: a target that streams from host memory (section 5.1, Table 2) -----------------------------
+@torch.no_grad()
+def verification(args, report):
+    """How often all k children are rejected, and tokens per step on one tree, by temperature and top-p."""
+    pair, prompts = pair_of(args), texts(args, args.count, 256)
+    # Both models' after each of the last tokens, (32, V).
+    logits = [[model(text).logits[0, -32:] for model in (pair.target, pair.draft)]
+              for text in progress(prompts, "reading")]
+    settings = list(itertools.product(args.temperatures, (1.0, 0.9) if args.quick else (1.0, 0.9, 0.8)))
+    rows = [row for setting in progress(settings, "rejection rates") for row in rejections(logits, *setting)]
+    report.table(f"Rejection rate of k children, 32 positions in each of {len(logits)} texts", """Lower is
+        better. b: the exponent of the power law C / k^b nearest to the rates, large where they fall fast.
+        `x sequoia`: against sequoia's rate at the same positions. least if independent: no rule has less with
+        children drawn independently, which may repeat; without replacement, as sequoia's, it can.""", rows)
+    if args.save:
+        rows = [row for row in rows if row["top-p"] == "1"]
+        for axis, mine in report.panels("verification", rows, ncols=4):
+            draw_rejections(axis, mine)
+    one_tree(args, report, pair, [text[:, :128] for text in prompts], logits, settings)
 
-def offload(args, report):
-    """Seconds per step and per token of a target whose layers stay in host memory."""
-    torch.manual_seed(0)
-    name = "1b" if args.device == "cpu" else "33b"
-    count = args.layers or (4 if args.quick else SHAPES[name][2])
-    target = random_llama((*SHAPES[name][:2], count, *SHAPES[name][3:]), args, "cpu")
-    layer = sum(p.nbytes for p in target.model.layers[0].parameters())
-    pair = SyntheticPair(sequoia.offload(target, args.device), random_llama(SHAPES["68m"], args, args.device))
-    pair.set_share(8.0)
-    piece = torch.ones(layer, dtype=torch.uint8, pin_memory=args.device != "cpu")
-    buffer = torch.empty_like(piece, device=args.device, pin_memory=False)
-    copying = count * min(timed(lambda: buffer.copy_(piece))[0] for _ in range(9))
-    report.say(f"{count} layers, {count * layer / 1e9:.2f} GB of {args.dtype}, stream to "
-               f"{args.device} in every pass; copying alone takes {copying:.3f} s, "
-               f"{count * layer / copying / 1e9:.2f} GB/s.")
-    prompts = [torch.randint(len(pair.core), (1, 32), device=args.device) for _ in range(args.count)]
+def rejections(logits, temperature, top_p):
+    """A table's rows for one temperature and top-p."""
+    generator = torch.Generator(logits[0][0].device).manual_seed(0)
+    shaped = sampling(temperature, top_p)
+    scores = [(shaped.scores(target), shaped.scores(draft, draft=True)) for target, draft in logits]
+    rates = {name: rejection_rates(METHODS[name], scores, generator) for name in METHODS if name in COLOURS}
+    least = [[least_rejection(p, q, k) for k in CHILDREN] for p, q in scores]
+    rates["least if independent"] = np.array(least)
+    for name, mine in rates.items():
+        row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}", "method": name}
+        row |= {f"k = {k}": float(mine[:, i].mean()) for i, k in enumerate(CHILDREN)}
+        row["b"] = estimate(lambda sums: -np.polyfit(np.log(CHILDREN), np.log(sums), deg=1)[0], mine)
+        row |= {f"k = {CHILDREN[i]}, x sequoia": estimate(truediv, mine[:, i], rates["sequoia"][:, i])
+                for i in (0, 3)}
+        yield row
+
+def rejection_rates(method, scores, generator, repeats=2):
+    """The chance that all of k children are rejected, (texts, ks). scores: each text's, of both models."""
+    rates = np.zeros((len(scores), len(CHILDREN)))
+    for text, _ in itertools.product(range(len(scores)), range(repeats)):
+        p, q = scores[text]
+        if method.shared_noise:
+            noise = sequoia.gumbel(sequoia.uniform(p, generator))
+            p, q = p + noise, q + noise
+        P = verified(method, p)
+        tokens = method.propose(q, max(CHILDREN), generator)                                # (rows, k)
+        # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
+        for i, k in enumerate(CHILDREN):
+            accepted = chances_of(method, P, q, tokens[:, :k]).sum(dim=1)
+            rates[text, i] += (1 - accepted).mean().item() / repeats
+    return rates
+
+def least_rejection(p, q, k):
+    """The least rejection rate with k independent children, a mean over (positions, V). By max-flow = min-cut
+    it is the largest excess of a set A of tokens, the chance that all children are in A less P(A): here
+    Q(A)^k - P(A), convex in both. So the best A is extreme: the tokens with Q / P above a threshold."""
+    P, Q = p.double().softmax(dim=1), q.double().softmax(dim=1)
+    order = torch.where(Q > 0, Q / P, 0).argsort(dim=1, descending=True)
+    P_of_A = P.gather(1, order).cumsum(dim=1)
+    Q_of_A = Q.gather(1, order).cumsum(dim=1)
+    return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
+
+def draw_rejections(axis, rows):
+    """The paper's Figure 3: a line for each method, dashed sequoia's power law."""
+    for row in rows:
+        rates = [row[f"k = {k}"] for k in CHILDREN]
+        axis.plot(CHILDREN, rates, ":" if row["method"] not in METHODS else "-o", markersize=4,
+                  color=COLOURS[row["method"]], label=row["method"])
+        if row["method"] == "sequoia":
+            b = row["b"].value
+            C = np.exp(np.mean(np.log(rates)) + b * np.mean(np.log(CHILDREN)))
+            axis.plot(CHILDREN, C / np.array(CHILDREN) ** b, "--", color=BLACK, linewidth=1)
+            axis.text(1, min(rates), f"sequoia: {C:.2f} / k^{b:.2f}", color=GREEN)
+    axis.set(yscale="log", ylabel="rejection rate")
+    axis.set_yticks((0.1, 0.2, 0.4, 0.8), ("0.1", "0.2", "0.4", "0.8"))
+    log_axis(axis, CHILDREN, "children k")
+
+# Tokens per step of trees, for methods side by side: all go through the same texts, a token a step. In every
+# step the draft grows the tree, and what the method would yield of it is not drawn but computed.
+
+def expected_yield(method, layout, tokens, p, q):
+    """The tokens that a step yields on average, given its proposals, tokens (size,), and scores (size, V)."""
+    tree = layout.tree
+    P = verified(method, p)
+    if isinstance(method, sequoia.Traversal):
+        # Each node's depth + 1 times the chance that it is the first to accept.
+        nodes, masses, _ = method.endings(layout, tokens, P, q)
+        return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
+    # A walk: the chances to reach each node, summed. Nodes with equally many children go together.
+    accepted = torch.ones_like(P[:, 0])
+    for count in set(map(len, tree.children)) - {0}:
+        rows = [node for node in range(tree.size) if len(tree.children[node]) == count]
+        children = torch.tensor([tree.children[node] for node in rows])                     # (rows, count)
+        accepted[children] = chances_of(method, P[rows], q[rows], tokens[children]).to(P.dtype)
+    return torch.where(tree.mask.to(P.device), accepted, 1).prod(dim=1).sum().item()
+
+@dataclass(frozen=True, eq=False)
+class Onlooker(sequoia.Method):
+    """Draws the tokens of a given text, one a step, and notes what `judge` would have made of each tree."""
+    judge: sequoia.Method = None
+    seen: list = None
+
+    def verify_tree(self, layout, tokens, target_scores, q, *rest):
+        p = target_scores(layout.nodes)
+        self.seen.append(expected_yield(self.judge, layout, tokens, p, q))
+        return layout.nodes[:1], self.draw(p, 1)[:, 0]
+
+def yields(pair, how, contenders, prompts):
+    """What trees with methods yield: a mean over the steps of each text, (texts,), for each name. how:
+    temperature, new tokens, top-p. The texts: what the target itself makes of the prompts."""
+    left = []
+    seen = []
+    found = {name: [] for name in contenders}
+    decoders = {"": sequoia.Decoder(*pair.fast, PLAIN)}
+    for name, (tree, method) in contenders.items():
+        judge = METHODS[method]
+        onlooker = Onlooker(judge.propose, draw=lambda *_: left.pop(0), shared_noise=judge.shared_noise,
+                            judge=judge, seen=seen)
+        decoders[name] = sequoia.Decoder(*pair.fast, tree, onlooker, cuda_graph=False)
+    for i, prompt in enumerate(prompts):
+        for name, decoder in decoders.items():
+            torch.manual_seed(i)
+            seen.clear()
+            out = pair.fast[0].generate(prompt, custom_generate=decoder, **request(prompt, *how))
+            if name:
+                found[name].append(np.mean(seen))
+            # The first has written the text.
+            left[:] = out[0, prompt.shape[1] :, None, None]
+    return {name: np.array(column) for name, column in found.items()}
+
+def mean_of(column):
+    return estimate(lambda total: total / len(column), column)
+
+def one_tree(args, report, pair, prompts, logits, settings):
+    """The paper's Figure 4, right, and Table 8: methods on sequoia's best tree for temperature 0.6."""
+    shaped = sampling(0.6)
+    p, q = (shaped.scores(torch.cat(both), draft=i == 1) for i, both in enumerate(zip(*logits)))
+    rates = chances_of(shaped.method, p.softmax(dim=1), q, shaped.method.propose(q, 32)).mean(dim=0)
+    tree = optimal_tree(rates.cpu(), 64, 7)
+    rows = []
+    for temperature, top_p in progress(settings, "one tree"):
+        contenders = {name: (tree, name) for name in ("sequoia", "traversal", "specinfer", "topk", "gumbel")}
+        found = yields(pair, (temperature, args.new_tokens, top_p), contenders, prompts)
+        row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}"}
+        row |= {name: mean_of(column) for name, column in found.items()}
+        rows.append(row | {f"sequoia / {name}": estimate(truediv, found["sequoia"], column)
+                           for name, column in found.items() if name != "sequoia"})
+    table = PAPER["top_p_tokens_per_step"]["rows"]
+    title = f"Tokens per step on one tree, 64x{tree.depth}, {len(prompts)} texts of the target's own"
+    report.table(title, f"""All methods stand before the same texts, and what they yield is computed, so a
+        quotient's interval is narrower than its parts'. The paper has up to 1.65 times SpecInfer's speed and
+        1.27 times top-k's by temperature, and by top-p these tokens a step of sequoia, SpecInfer and top-k:
+        {'; '.join(f'{p}: {a}, {b}, {c}' for p, a, b, c in table)}.""", rows)
+
+# --- 10  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
+def scaling(args, report):
+    """Tokens per step of the optimal tree and of k sequences, with Sequoia's rule and with SpecInfer's."""
+    pair, prompts = pair_of(args), texts(args, 2 * args.count, 128)
     rows = []
     for temperature in args.temperatures:
-        mine = functools.partial(Ours, pair, temperature)
-        contenders = {"no tree": mine(PLAIN, share=1 / 4), "auto": mine("auto"),
-                      "5 sequences of 8": mine(sequences(5, 8), "specinfer"),
-                      "16 sequences of 48": mine(sequences(16, 48), "specinfer", share=1 / 4)}
-        runs = interleave(contenders, prompts, args, named(temperature))
-        for name, found in runs.items():
-            tree, step = found.last_tree(), found.ms_per_step() / 1e3
-            rows.append({"temperature": f"{temperature:g}", "tree": name, "nodes": tree.size,
-                         "levels": tree.depth, "tokens/step": found.tokens_per_step().value, "s/step": step,
-                         "s/token": found.ms_per_token() / 1e3, "copying / step": copying / step,
-                         "x no tree": found.over(runs["no tree"])})
-    report.table(f"Steps of a target that streams, {args.count} prompts",
-                 "The nearer `copying / step` is to 1, the less a larger tree costs; on a CPU, which only "
-                 "shows the mechanism, computing takes as long as copying or longer.", rows)
-    if args.device != "cpu":
-        report.say(f"The most memory in use on the GPU: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB.")
+        # The rates are learnt from every other prompt.
+        rates = Ours(pair, temperature, (32, 8)).learn(prompts[1::2]).rates()
+        sizes = [2**i for i in range(3, 7 if args.quick else 10)]
+        for size in progress(sizes, f"{named(temperature)}, sizes"):
+            shapes = sequences_within(size)
+            k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
+            tree = optimal_tree(rates, size, min(size, 16))
+            rivals = {"k sequences": (k, "sequoia"), "k, SpecInfer's rule": (k, "specinfer"),
+                      "16 sequences": (16, "sequoia"), "16, SpecInfer's rule": (16, "specinfer")}
+            contenders = {"sequoia": (tree, "sequoia"), "traversal": (tree, "traversal")}
+            contenders |= {name: (shapes[k], rule) for name, (k, rule) in rivals.items() if k in shapes}
+            found = yields(pair, (temperature, args.new_tokens), contenders, prompts[::2])
+            mine = found["sequoia"]
+            row = {"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth, "best k": k,
+                   "expected": expected_tokens(tree, rates), "sequoia": mean_of(mine)}
+            for name in rivals:
+                row[name] = mean_of(found[name]) if name in found else None
+                row[f"over {name}"] = estimate(truediv, mine, found[name]) if name in found else None
+            rows.append(row | {"traversal / sequoia": estimate(truediv, found["traversal"], mine)})
+    title = f"Tokens per step at equal size, {args.count} texts of the target's own"
+    report.table(title, """`over`: how many times as many the optimal tree yields. The paper verifies all by
+        Sequoia's rule, and has up to 1.33 times as many as 16 sequences, at 512 nodes and temperature 0.6:
+        see `over 16 sequences`. With SpecInfer's rule tree and rule differ. best k: of 1, 2, 4, ... 32 by
+        expected tokens. Traversal verifies the optimal trees from the leaves.""", rows)
+    if args.save:
+        for axis, mine in report.panels("scaling", rows, ncols=2):
+            draw_by_size(axis, mine, {"sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"),
+                                      "k, SpecInfer's rule": (PINK, "--"), "16 sequences": (BROWN, ":")})
+            axis.set_ylabel("tokens per step")
 
+# --- 11  step: a picture of one step ------------------------------------------------------------------------
+def step(args, report):
+    """A step with rejections and two accepted children or more, and what both models said of each."""
+    pair = pair_of(args)
+    temperature = args.temperatures[0]
+    decoder = sequoia.Decoder(*pair.fast, optimal_tree([0.6, 0.2, 0.1], 8, 4))
+    for i, prompt in enumerate(progress(texts(args, args.count, 128), "looking for a step")):
+        torch.manual_seed(i)
+        steps = []
+        decoder.on_step = steps.append
+        text = pair.fast[0].generate(prompt, custom_generate=decoder, **request(prompt, temperature, 64))[0]
+        length = prompt.shape[1]
+        for found in steps:
+            words = [args.tokenizer.decode([max(token, 0)]) for token in (*found.node_tokens, found.token)]
+            tried = list(tried_in(pair, sampling(temperature), text[:length], found))
+            # A close rejection, then an acceptance; and no token that is hard to draw.
+            close = len(tried) > len(found.path) >= 2 and min(target for _, _, target in tried) > 0.05
+            drawable = all(re.fullmatch(r"[ \n]?[!-~]{1,8}", word) for word in words)
+            if close and tried[-1][0] in found.path and drawable:
+                return show_step(args, report, found, tried, words, args.tokenizer.decode(text[:length]))
+            length += len(found.tokens)
+    raise ValueError("no step with a rejection and two accepted children was found")
+
+def tried_in(pair, shaped, text, found):
+    """For each child that a step tried, in order: the node, the draft's probability and the target's, in what
+    rejections have left of both (Algorithm 2). text: (length,), up to the root."""
+    for at in (0, *found.path):
+        below_root = [found.node_tokens[node] for node in found.tree.mask[at].nonzero()[1:]]
+        ids = torch.cat([text, text.new_tensor(below_root)])[None]
+        with torch.no_grad():
+            R = shaped.scores(pair.target(ids).logits[0, -1:]).softmax(dim=1)[0]
+            D = shaped.scores(pair.draft(ids).logits[0, -1:], draft=True).softmax(dim=1)[0]
+        for child in found.tree.children[at]:
+            token = found.node_tokens[child]
+            yield child, float(D[token]), float(R[token])
+            if child in found.path:
+                break
+            R = (R - D).clamp(min=0) / (R - D).clamp(min=0).sum()
+            D[token] = 0
+            D = D / D.sum()
+
+def show_step(args, report, found, tried, words, before):
+    """A table, and the tree from left to right: a column for each level, a row for each leaf."""
+    rows = [{"node": node, "token": f"`{words[node]!r}`", "draft": draft, "target": target,
+             "chance": min(1.0, target / draft), "": "accepted" if node in found.path else "rejected"}
+            for node, draft, target in tried]
+    added = "".join(words[node] for node in (*found.path, -1))
+    report.table(f"One step, {named(args.temperatures[0])}, after `{before[-40:]!r}`", f"""Each child that was
+        tried, in order. draft, target: its probabilities in what rejections have left of both; it is accepted
+        with the chance target / draft. The step adds `{added!r}`.""", rows)
+    if not args.save:
+        return
+    # The target's own token stands below the last accepted node, after its children.
+    paths = [(), *found.tree.paths()]
+    paths.append((*paths[found.path[-1]], found.tree.size))
+    below = {path: [other for other in paths if other and other[:-1] == path] for path in paths}
+    leaves = sorted(path for path in paths if not below[path])
+    row = {path: float(i) for i, path in enumerate(leaves)}
+    for path in sorted(paths, key=len, reverse=True):
+        if below[path]:
+            row[path] = float(np.mean([row[other] for other in below[path]]))
+    tried = {node: both for node, *both in tried}
+    fig, axis = pyplot().subplots(figsize=(9, 1.3 + 0.85 * len(leaves)), layout="constrained")
+    kinds = {"not tried": GREY, "rejected": RED, "accepted": GREEN, "the target's own": BLUE}
+    for node, path in enumerate(paths):
+        kind = "rejected" if node in tried else "not tried" if node < found.tree.size else "the target's own"
+        kind = "accepted" if node in (0, *found.path) else kind
+        colour, x, y = kinds[kind], len(path), row[path]
+        if path:
+            start = row[path[:-1]]
+            axis.plot([x - 1, x - 0.5, x - 0.5, x], [start, start, y, y], color=colour,
+                      zorder=list(kinds).index(kind))
+        axis.text(x, y, repr(words[node])[1:-1].replace(" ", "␣"), ha="center", va="center", color=colour,
+                  family="monospace", zorder=9, bbox={"boxstyle": "round", "fc": "white", "ec": colour})
+        if node in tried:
+            axis.text(x, y + 0.26, "draft {:.2f}\ntarget {:.2f}".format(*tried[node]), ha="center", va="top",
+                      fontsize=10, color=colour, linespacing=1.1)
+    handles = [axis.plot([], [], "s", color=colour, label=kind)[0] for kind, colour in kinds.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
+    axis.set_title(f"after ... {before[-44:]!r}", loc="left", fontsize=12)
+    axis.set(xlim=(-0.4, max(map(len, paths)) + 0.4), ylim=(len(leaves) - 0.1, -0.4))
+    axis.axis("off")
+    report.picture("step", fig)
 
 # --- 12  The command line -----------------------------------------------------------------------------------
-
-COMMANDS = {command.__name__: command for command in (
-    trees, speed, planner, verification, traversal, scaling, offload)}
+COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, verification, scaling)}
 # Prompts, new tokens of each, temperatures; and the same with --quick.
 DEFAULTS = {
-    "trees": ((0, 0, []), (0, 0, [])),
-    "speed": ((330, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
-    "speed --synthetic": ((2, 128, [0.0]), (2, 64, [0.0])),
-    "planner": ((30, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
-    "verification": ((28, 0, [0.2, 0.6, 1.0]), (3, 0, [0.6, 1.0])),
-    "traversal": ((12, 64, [0.2, 0.6, 1.0]), (3, 64, [0.6, 1.0])),
-    "scaling": ((10, 64, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
-    "offload": ((4, 64, [0.6]), (2, 32, [0.6]))}
-
+    "trees": ((0, 0, []), (0, 0, [])), "predict": ((0, 0, []), (0, 0, [])),
+    "step": ((40, 0, [0.6]), (40, 0, [0.6])),
+    "speed": ((45, 128, [0.0, 0.6]), (4, 64, [0.0, 0.6])),
+    "speed --synthetic": ((3, 64, [0.0]), (2, 48, [0.0])),
+    "planner": ((30, 64, [0.0, 0.6]), (4, 48, [0.0, 0.6])),
+    "verification": ((28, 8, [0.2, 0.6, 1.0]), (4, 8, [0.6, 1.0])),
+    "scaling": ((18, 8, [0.2, 0.6, 1.0]), (4, 8, [0.6]))}
 
 def jobs(device, quick):
     """What `all` does, in its order."""
-    full = "1b-68m" if device == "cpu" else "7b-68m"
-    pair = "tiny" if quick else full
-    return [f"{command} {pair}" if "--" in command else command for command in DEFAULTS]
-
+    pair = "tiny" if quick else "1b-68m" if device == "cpu" else "7b-68m"
+    names = [*DEFAULTS, "speed --synthetic --offload"]
+    return [name.replace("--synthetic", f"--synthetic {pair}") for name in names]
 
 def arguments(argv):
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, tiny = parser.add_argument, os.path.relpath(sequoia.TINY)
     add("command", choices=[*COMMANDS, "all"])
     add("--target", default=f"{tiny}/target", help="a folder or hub name (the bundled target)")
     add("--draft", default=f"{tiny}/draft", help="the draft's (the bundled one)")
     add("--prompts", metavar="FILE", help="a text to cut prompts from (held-out standard library)")
-    add("--save", action="store_true", help="write the tables and the figure into figures/")
+    add("--save", action="store_true", help="write the tables and the figures into figures/")
     add("--quick", action="store_true", help="fewer and shorter runs; saved into figures/quick/")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(a GPU, if any)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; others for some commands)")
-    add("--count", type=int, metavar="N", help=f"prompts (330; {PEERS} for most; others elsewhere)")
+    add("--count", type=int, metavar="N", help="prompts (45; others for some commands)")
     add("--new-tokens", type=int, metavar="N", help="decoded for each prompt (128; others for some commands)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed: a random pair of these shapes, tuned")
-    add("--layers", type=int, metavar="N", help="offload: of the target (22; 60 on a GPU; 4 with --quick)")
+    add("--offload", action="store_true", help="speed --synthetic: stream the target from host memory")
     args = parser.parse_args(argv)
     good = args.device != "cpu" or torch.bfloat16 in sequoia.packable_dtypes()
     args.dtype = args.dtype or ("bfloat16" if good else "float32")
-    args.offload, args.save = False, args.save or args.command == "all"
+    args.save = args.save or args.command == "all"
     defaults = DEFAULTS.get("speed --synthetic" if args.synthetic else args.command, ((), ()))[args.quick]
     for name, value in zip(("count", "new_tokens", "temperatures"), defaults):
         setattr(args, name, getattr(args, name) or value)
     return args
 
-
 def main():
     args = arguments(sys.argv[1:])
+    if args.quick:
+        print("--quick: shortened, to see that the commands work. It decides nothing.", flush=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = [word for word in sys.argv[1:] if word not in (args.command, "--save")] + ["--save"] * args.save
@@ -1037,13 +1084,14 @@ def main():
             report = Report(words)
             report.folder.mkdir(parents=True, exist_ok=True)
             print(f"\n## python bench.py {report.command}", flush=True)
+            if mine.command in ("verification", "scaling") and 0 in mine.temperatures:
+                raise ValueError(f"{command} needs temperatures above 0: greedy, all methods are one")
             seconds, _ = timed(lambda: COMMANDS[mine.command](mine, report))
             if args.save:
                 report.save(seconds, args.device, origin)
     except (ValueError, OSError, ImportError) as error:
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2)
-
 
 if __name__ == "__main__":
     main()

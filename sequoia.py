@@ -937,11 +937,7 @@ class TreeStep:
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
             logits = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
-            # What only the target's vocabulary has is padded, what only the draft's has is cut off.
-            missing = vocabulary - logits.shape[1]
-            if missing:
-                logits = nn.functional.pad(logits, (0, missing), value=RULED_OUT)
-            q = scores(logits, level.expanded, draft=True)                              # (expanded, V)
+            q = scores(fit(logits, vocabulary), level.expanded, draft=True)             # (expanded, V)
             self.q[level.expanded] = q
             proposals = method.propose(q, level.width, self.generator)                  # (expanded, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
@@ -960,6 +956,12 @@ class TreeStep:
         for model, place in zip(self.models, placed):
             model.move(path, place)
         return torch.cat([node, token, tokens[:-1]])
+
+def fit(logits, vocabulary):
+    """Logits over so many tokens: a draft's vocabulary may be padded to another length than its target's."""
+    missing = vocabulary - logits.shape[1]
+    # A negative number cuts off.
+    return nn.functional.pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. They are worth so many tries.
@@ -1044,35 +1046,34 @@ class Planner:
 
     def replan(self):
         """Sets the tree for the next steps."""
-        next_due = max(16, 2 * self.steps)
+        largest = max((tree.size for tree in self.seconds), default=1)
+        if self.shape == "auto" and seconds_to_plan(largest) > 0.02 * self.decoded:
+            return
+        self.due = max(16, 2 * self.steps)
         if self.shape != "auto":
             self.tree = optimal_tree(self.rates(), *self.shape)
-            self.due = next_due
-            return
-        latency = self.latency()
-        if seconds_to_plan(latency.sizes[-1]) > 0.02 * self.decoded:
             return
         rates = self.rates()[:, :WIDEST]
+        latency = self.latency()
         best = plan(rates, latency)
         # Steps to come are noisy: the forecast is corrected by what steps took beyond the times planned with.
         beyond = [s / latency.of_step(tree.size, tree.depth) for tree, seconds in self.seconds.items()
                   if tree != NO_TREE for s in seconds]
         self.plan = best._replace(speedup=best.speedup / np.median(beyond))
         self.tree = best.tree
-        size = self.tree.size
         # Where t(n) is a guess, a tree is tried: of twice the largest timed size, if the planned one is more
         # than half of it, else half way to the next timed size, unless that is up to a third larger.
-        largest = latency.sizes[-1]
-        larger = min([n for n in latency.sizes if n > size], default=0)
-        between = (size + larger) // 2 if larger > size + max(3, size // 3) else 0
+        size = best.tree.size
+        larger = min([n for n in latency.sizes if n > size], default=size)
+        trial = 0
         if 2 * size > largest and largest < LARGEST:
-            between = min(2 * largest, LARGEST)
-        if between:
+            trial = min(2 * largest, LARGEST)
+        elif larger > size + max(3, size // 3):
+            trial = (size + larger) // 2
+        if trial:
             # Deep enough for a binary tree: a small vocabulary may allow no other.
-            depth = max(self.tree.depth + 1, between.bit_length())
-            self.trials.append(optimal_tree(rates, between, depth))
-        else:
-            self.due = next_due
+            self.trials.append(optimal_tree(rates, trial, max(best.tree.depth + 1, trial.bit_length())))
+            self.due = self.steps
 
     def latency(self):
         """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So 8 levels less 4 are 4 c."""
@@ -1502,6 +1503,13 @@ def pack(model):
             model._sequoia_pass = recorded
     return model
 
+def decoder_layers(model):
+    decoder = model.get_decoder()
+    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
+    if not stacks:
+        raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
+    return stacks[0]
+
 @torch.no_grad()
 def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
@@ -1509,11 +1517,7 @@ def offload(model, device, resident=0):
     device, the next is copied: the device holds two. Two threads cannot use it at once."""
     cuda = torch.device(device).type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
-    decoder = model.get_decoder()
-    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
-    if not stacks:
-        raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
-    layers = stacks[0][resident:]
+    layers = decoder_layers(model)[resident:]
     host = {}            # by weight of these layers: what stays in host memory
     copies = {}          # by layer: copies of its weights on the device, made for this pass
     used = []            # copies that the device may still read
@@ -1691,6 +1695,7 @@ def chance(decoder, model, ids, token):
     """What a Decoder's model gives a token after others, by an ordinary pass."""
     ids = torch.tensor([ids], device=decoder.seed.device)
     logits = model.model(ids, logits_to_keep=1).logits[0]
+    logits = fit(logits, decoder.target.vocabulary)
     return decoder.sampling.scores(logits, ids, draft=model is decoder.draft).softmax(dim=1)[0, token]
 
 def free_cores():
