@@ -188,7 +188,8 @@ class BestTrees:
 
     def __init__(self, acceptance_rates, size, depth):
         # Subtle: 0 times a G(m) of -inf, for what is impossible, would be NaN.
-        self.rates = _check_rates(acceptance_rates).clip(1e-99)                     # (levels, ranks)
+        rates = _check_rates(acceptance_rates).clip(1e-99)
+        self.rates = rates[:, : size - 1]        # (levels, ranks): a node cannot have more children
         self.size = size
         self.depth = depth
         levels = len(self.rates)
@@ -723,6 +724,9 @@ class CachedModel:
         """Copies these nodes' entries, (depth,), aside, then to the tree's first slots, in all layers."""
         self.store.index_copy_(2, placed.slots[: len(path)], self.store.index_select(2, placed.slots[path]))
 
+# What decides how `generate` goes on from token to token.
+LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+
 def attention_windows(model):
     """Each kind of attention layer's window or None. Raises ValueError if a configuration rules out trees."""
     name = type(model).__name__
@@ -736,12 +740,14 @@ def attention_windows(model):
     if (model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
             or getattr(config, "alibi", False) or kinds - {"full_attention", "sliding_attention"}
             or needed - inspect.signature(model.forward).parameters.keys()
-            or not model.prepare_inputs_for_generation.__module__.startswith("transformers.")):
+            or any(is_foreign(getattr(model, method)) for method in LOOP if hasattr(model, method))):
         raise ValueError(f"{name} cannot verify a tree: each layer must have full or sliding attention by "
-                         f"position, and its inputs be prepared by transformers")
+                         f"position, and generate's loop be transformers' own")
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
-    if getattr(config, "output_router_logits", False) or model.training and model.is_gradient_checkpointing:
+    # Layers that checkpoint in training keep no cache.
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if getattr(config, "output_router_logits", False) or model.training and checkpointing:
         raise ValueError(f"{name} takes no tree: in eval(), with config.output_router_logits=False, it would")
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1 and not hasattr(model, "_sequoia_offloaded"):
@@ -749,6 +755,12 @@ def attention_windows(model):
     window = getattr(config, "sliding_window", None)
     # A model whose layers are all alike may name no kind.
     return {kind: None if kind == "full_attention" else window for kind in kinds or {"every layer"}}
+
+def is_foreign(function):
+    """Whether a method or hook was written outside torch, transformers and this file."""
+    function = getattr(function, "func", function)
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
 
 def context_of(model):
     """The most tokens that a model can be fed. Past its short length longrope rotates all earlier keys anew,
@@ -1006,7 +1018,8 @@ def fast(seconds):
 
 def seconds_to_plan(size):
     """About what a plan over so many sizes takes, as measured, with a trial tree of double size."""
-    return min(DEEPEST, size) * min(WIDEST, size) * (2e-5 + 1e-8 * size**2)
+    double = min(2 * size, LARGEST)
+    return min(DEEPEST, size) * min(WIDEST, size) * (2e-5 + 2e-9 * double**2)
 
 class Planner:
     """Chooses a Decoder's trees. First `trials` are decoded with, FEW steps each, and timed. Then the best
@@ -1046,13 +1059,14 @@ class Planner:
 
     def replan(self):
         """Sets the tree for the next steps."""
-        largest = max((tree.size for tree in self.seconds), default=1)
-        if self.shape == "auto" and seconds_to_plan(largest) > 0.02 * self.decoded:
-            return
-        self.due = max(16, 2 * self.steps)
         if self.shape != "auto":
             self.tree = optimal_tree(self.rates(), *self.shape)
+            self.due = max(16, 2 * self.steps)
             return
+        largest = max(tree.size for tree in self.seconds)
+        if seconds_to_plan(largest) > 0.02 * self.decoded:
+            return
+        self.due = max(16, 2 * self.steps)
         rates = self.rates()[:, :WIDEST]
         latency = self.latency()
         best = plan(rates, latency)
@@ -1112,13 +1126,18 @@ class Planner:
             return float(np.median(without)) / seconds_a_token
 
     def rates(self):
-        """The acceptance rates, (levels, ranks): the chance that a child is accepted when tried, times the
-        chance that it is tried. A lower level's prior is the level above."""
+        """The acceptance rates of the root's children and of all others', (2, ranks): the chance that a child
+        is accepted when tried, times the chance that it is tried."""
         # The prior divided by the chance to be tried: that no child before was accepted.
         when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
-            when_tried = (accepted + PRIOR_TRIES * when_tried) / (tried + PRIOR_TRIES)
+            found = []
+            # The root's are the others' prior. And a child is hardly accepted more often than its elder.
+            for prior, n, k in zip(when_tried, tried, accepted):
+                prior = min([prior, *found[-1:]])
+                found.append((k + PRIOR_TRIES * prior) / (n + PRIOR_TRIES))
+            when_tried = np.array(found)
             is_tried = np.cumprod(1 - when_tried) / (1 - when_tried)
             rows.append(when_tried * is_tried)
         return np.stack(rows)
@@ -1199,6 +1218,8 @@ class Decoder:
             sizes = sorted([self.target.vocabulary, self.draft.vocabulary])
             if sizes[0] < 0.9 * sizes[1]:
                 raise ValueError(f"target and draft must have one vocabulary, got {sizes} tokens")
+            if draft.device != target.device:
+                raise ValueError(f"target and draft must be on one device: {target.device}, {draft.device}")
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         # A model that is shared among ranks or offloaded needs the host in its pass.
@@ -1267,7 +1288,8 @@ class Decoder:
         positions = arguments.get("position_ids")
         counted = mask.cumsum(dim=1) - 1
         unable = {name: getattr(config, name, None) for name in UNABLE}
-        unable |= {name: value is not None for name, value in arguments.items() if name not in PREPARED}
+        given = {name: value for name, value in arguments.items() if value is not None and value != {}}
+        unable |= {name: True for name in given.keys() - PREPARED}
         unable["past_key_values"] = getattr(cache, "_is_user_defined", False)
         if positions is not None:
             positions = positions.to(ids.device)
@@ -1276,6 +1298,10 @@ class Decoder:
         unable["num_beams"] = (config.num_beams or 1) > 1
         unable["a quantized cache"] = config.cache_implementation == "quantized"
         unable["torch.autocast"] = torch.is_autocast_enabled(ids.device.type)
+        # A hook that tells passes apart, by their tokens or their number, gives another text in a tree.
+        hooks = [hook for module in model.modules()
+                 for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+        unable["forward hooks on the target"] = any(map(is_foreign, hooks))
         alone = self.draft is None and len(ids) == 1
         unable |= {type(one).__name__: not alone for one in processors if isinstance(one, STATEFUL)}
         if len(ids) > 1:
@@ -1394,7 +1420,9 @@ class Decoder:
         # A mixture of experts may round a token to another expert. So most of them must agree well, and the
         # last, to which a hook may be, at least roughly.
         found = max(4 * in_tree.median(), in_tree[-1] / 2, difference(1)[0] / 2)
-        if not found < torch.finfo(self.target.model.dtype).eps ** 0.5:
+        # Models in float64 compute some numbers in float32.
+        eps = max(torch.finfo(dtype).eps for dtype in (self.target.model.dtype, torch.float32))
+        if not found < eps**0.5:
             raise ValueError(f"{type(self.target.model).__name__} cannot verify a tree: distributions differ "
                              f"in one by {found:.1%}")
         # After a shorter prompt the next text is probed, too.
