@@ -978,7 +978,7 @@ def fit(logits, vocabulary):
 # --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. They are worth so many tries.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
-PRIOR_TRIES = 2
+PRIOR_TRIES = 4
 # The most nodes and levels of a planned tree, and children of a node in it.
 LARGEST, DEEPEST, WIDEST = 1024, 24, 16
 # A tree counts as timed after FEW steps with it. The last MANY are remembered.
@@ -1097,8 +1097,9 @@ class Planner:
         for tree, seconds in self.seconds.items():
             without_draft.setdefault(tree.size, []).extend(np.array(seconds) - (tree.depth - 1) * c)
         sizes = sorted(without_draft)
-        # A pass over more tokens takes no less than one over a single token.
-        return Latency(sizes, [max(root, fast(without_draft[size])) for size in sizes], c)
+        # A pass over fewer tokens takes no longer, and one over a single token the least.
+        shortest = np.minimum.accumulate([fast(without_draft[size]) for size in sizes[::-1]])[::-1]
+        return Latency(sizes, shortest.clip(root).tolist(), c)
 
     def learn(self, step, counts):
         """Learns from a step: which children a walk to its end tries, and, if it counts, its seconds."""
@@ -1594,7 +1595,7 @@ def offload(model, device, resident=0):
 
 # --- 10  The command line -----------------------------------------------------------------------------------
 TINY = Path(__file__).resolve().parent / "tiny"
-PROMPT = 'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):'
+PROMPT = 'class Point:\n    """A point in the plane."""\n\n    def __init__(self, x, y):'
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EXAMPLES = """examples:
   python sequoia.py --prompt "import os" --temperature 0 --explain
