@@ -1,52 +1,44 @@
 """The guarantees of sequoia.py, as tests: slow, obvious oracles beside the fast code.
+`python -m pytest -k quick` runs one test or more of every guarantee.
 Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below
 1e-9: a false alarm from any of them has a chance below 1e-6.
 """
-import collections
-import contextlib
-import copy
-import dataclasses
-import doctest
-import functools
-import gc
-import heapq
-import json
-import math
-import os
-import random
-import re
-import shutil
-import socket
-import statistics
-import subprocess
-import sys
-import warnings
+import collections, contextlib, copy, doctest, functools, gc, inspect, itertools, json, math, os, random, re
+import shutil, socket, subprocess, sys, warnings
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import bench
 import sequoia
-from sequoia import (METHODS, Decoder, Tree, chain, expected_tokens, expected_tokens_table, k_ary,
-                     optimal_tree, sample_and_verify, sample_with_replacement, sequences)
+from sequoia import (METHODS, NO_TREE, NONE, Decoder, Step, Tree, chain, expected_tokens,
+                     expected_tokens_table, k_ary, optimal_tree, sample_and_verify, sequences)
 
-settings.register_profile("sequoia", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("sequoia", deadline=None, derandomize=True, max_examples=60, database=None)
 settings.load_profile("sequoia")
 # On busy cores threads would wait for each other.
 torch.set_num_threads(1)
 ROOT = Path(sequoia.__file__).parent
+# TorchScript records passes on a CPU. It is deprecated, and nothing replaces it yet. Saving a packed weight
+# fails where safetensors asks for its storage, with a warning about that.
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+              pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")]
 # Those whose children are accepted by ratios, so that chances can be summed up.
 SUMMED_UP = [name for name, method in METHODS.items() if method.ratios]
 
+def quick(test):
+    """Marks a test for `-k quick`, which looks at a function's attributes, too."""
+    test.quick = True
+    return test
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
@@ -54,127 +46,35 @@ def restored(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     verbosity = transformers.utils.logging.get_verbosity()
     yield
+    torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(verbosity)
-
-
-class Tape(TorchDispatchMode):
-    """Notes a graph's operators while they are captured. What a GPU forbids then is an error: values that go
-    to the host, and shapes that depend on values."""
-    FORBIDDEN = ("local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
-
-    def __init__(self, graph):
-        super().__init__()
-        self.graph = graph
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = operator.__name__.split(".")[0].strip("_")
-        masks = [x for x in tree_leaves(args[1:]) if torch.is_tensor(x) and x.dtype == torch.bool]
-        if name in self.FORBIDDEN or name == "index" and masks:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
-        given = {place(x) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-        writes = []
-        for i, argument in enumerate(operator._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                writes += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
-        for tensor in writes:
-            self.graph.remember(tensor)
-        out = operator(*args, **kwargs)
-        made = [x for x in tree_leaves(out) if torch.is_tensor(x) and place(x) not in given]
-        self.graph.pool |= {place(x): x.untyped_storage() for x in made}
-        if writes or made:
-            self.graph.calls.append((operator, args, kwargs, [] if writes else made))
-        return out
-
-
-def place(tensor):
-    return tensor.untyped_storage().data_ptr()
-
-
-class GraphOnTheCPU:
-    """A stand-in for a CUDA graph. Its capture changes nothing. A replay runs the captured operators again, on
-    the same memory: it would show any value or shape that Python has decided at the capture. What they made
-    is overwritten before each replay."""
-    made = []
-
-    def __init__(self):
-        self.calls = []          # operator, its arguments, and which tensors it makes
-        self.pool = {}           # by address, the memory made in the capture
-        self.before = {}         # by address, memory that was there, and a copy
-        self.generators = [torch.default_generator]
-        self.replays = 0
-        GraphOnTheCPU.made.append(self)
-
-    def register_generator_state(self, generator):
-        self.generators.append(generator)
-
-    def remember(self, tensor):
-        if torch.is_tensor(tensor) and place(tensor) not in {*self.pool, *self.before}:
-            self.before[place(tensor)] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
-
-    @contextlib.contextmanager
-    def capture(self):
-        states = [generator.get_state() for generator in self.generators]
-        with Tape(self):
-            yield
-        for storage, copied in self.before.values():
-            storage.copy_(copied)
-        for generator, state in zip(self.generators, states):
-            generator.set_state(state)
-
-    def replay(self):
-        self.replays += 1
-        for storage in self.pool.values():
-            # All ones: NaN, or -1.
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
-        for operator, args, kwargs, made in self.calls:
-            out = operator(*args, **kwargs)
-            for old, new in zip(made, tree_leaves(out)):
-                assert old.shape == new.shape and old.dtype == new.dtype
-                old.copy_(new)
-
-
-@pytest.fixture(autouse=True)
-def graphs(request, monkeypatch):
-    """The graphs captured in a test, in their order. Tests that need CUDA have CUDA's."""
-    if "skipif" not in request.keywords:
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphOnTheCPU)
-        monkeypatch.setattr(torch.cuda, "graph", GraphOnTheCPU.capture)
-        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    GraphOnTheCPU.made.clear()
-    return GraphOnTheCPU.made
-
+    gc.unfreeze()
 
 def seeded(seed, device="cpu"):
     return torch.Generator(device).manual_seed(seed)
 
-
 # --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
-
 
 def all_trees(size):
     """Every tree of `size` nodes: the parents never decrease, and stand before their children."""
     if size == 1:
-        return [Tree([-1])]
-    found = []
-    for tree in all_trees(size - 1):
-        for parent in range(max(0, tree.parents[-1]), size - 1):
-            found.append(Tree((*tree.parents, parent)))
-    return found
-
+        return [NO_TREE]
+    return [Tree((*tree.parents, parent)) for tree in all_trees(size - 1)
+            for parent in range(max(0, tree.parents[-1]), size - 1)]
 
 SMALL_TREES = [tree for size in range(1, 9) for tree in all_trees(size)]
 
-
+@quick
 def test_a_tree_knows_its_shape():
     tree = Tree([-1, 0, 0, 0, 1, 1, 4])
     assert tree.size == 7 and tree.depth == 4
     assert tree.depths == (0, 1, 1, 1, 2, 2, 3) and tree.ranks == (0, 0, 1, 2, 0, 1, 0)
     assert tree.children == ((1, 2, 3), (4, 5), (), (), (6,), (), ())
-    assert sequences(2, 3) == Tree([-1, 0, 0, 1, 2, 3, 4])
-    assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2])
-    assert hash(tree) == hash(Tree(np.array(tree.parents)))
-
+    assert sequences(2, 3) == Tree([-1, 0, 0, 1, 2, 3, 4]) and sequences(5, 8).size == 41
+    assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2]) and k_ary(3, 1) == chain(0) == NO_TREE
+    assert hash(tree) == hash(Tree(np.array(tree.parents))) and tree == Tree(np.array(tree.parents))
+    assert tree.drawing(["a", "bb", "c", "d", "e", "f", "gg"]).split("\n") == [
+        "a─┬─bb─┬─e───gg", "  │    └─f", "  ├─c", "  └─d"]
 
 def test_paths_and_masks_are_those_of_the_tree():
     shuffle = random.Random(0).shuffle
@@ -189,48 +89,34 @@ def test_paths_and_masks_are_those_of_the_tree():
                 seen.add(node)
             assert {i for i, visible in enumerate(row) if visible} == seen
 
-
 # --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
-
 
 def score(path, rates):
     """f(v), Definition 3.3: the product of the rates on the way. The last row is for all deeper levels."""
     return math.prod(rates[min(level, len(rates) - 1)][rank] for level, rank in enumerate(path))
 
-
-def best_first(rates, size, depth=math.inf):
-    """The nodes with the highest scores, one by one. While rates fall with rank, parents come before them."""
-    taken = []
-    frontier = [(-1.0, ())]
-    while len(taken) < size:
-        path = heapq.heappop(frontier)[1]
-        taken.append(path)
-        found = [(*path, 0)]
-        if path:
-            next_sibling = (*path[:-1], path[-1] + 1)
-            found.append(next_sibling)
-        for path in found:
-            if len(path) < depth and path[-1] < len(rates[0]):
-                heapq.heappush(frontier, (-score(path, rates), path))
-    return Tree.from_paths(taken)
-
+def largest_scores(rates, size, depth):
+    """The sum of the `size` highest scores of nodes. While rates fall with rank, these nodes are a tree."""
+    level = np.ones(1)
+    scores = level
+    for d in range(depth - 1):
+        level = np.sort(np.outer(level, rates[min(d, len(rates) - 1)]).flatten())[-size:]
+        scores = np.append(scores, level)
+    return np.sort(scores)[-size:].sum()
 
 @st.composite
 def acceptance_rates(draw):
     """1-D or 2-D rates, sorted or not, zeros and sums of 1 among them."""
-    levels = draw(st.integers(1, 3))
     ranks = draw(st.integers(1, 4))
-    shares = st.lists(st.integers(0, 9), min_size=ranks + 1, max_size=ranks + 1).filter(any)
-    weights = draw(st.lists(shares, min_size=levels, max_size=levels))
     # The last share is the chance that all are rejected.
-    rates = np.array(weights)[:, :ranks] / np.sum(weights, axis=1, keepdims=True)
+    shares = st.lists(st.integers(0, 9), min_size=ranks + 1, max_size=ranks + 1).filter(any)
+    weights = np.array(draw(st.lists(shares, min_size=1, max_size=3)))
+    rates = (weights / weights.sum(axis=1, keepdims=True))[:, :ranks]
     if draw(st.booleans()):
         rates = -np.sort(-rates, axis=1)
-    if levels == 1 and draw(st.booleans()):
-        return rates[0]
-    return rates
+    return rates[0] if len(rates) == 1 and draw(st.booleans()) else rates
 
-
+@quick
 @given(acceptance_rates(), st.none() | st.integers(1, 8))
 def test_optimal_tree_equals_brute_force(rates, depth):
     branch = rates.shape[-1]
@@ -252,70 +138,68 @@ def test_optimal_tree_equals_brute_force(rates, depth):
         assert tree.size == size and tree.depth <= levels and max(map(len, tree.children)) <= branch
         assert math.isclose(expected_tokens(tree, rates), best[size, -1], abs_tol=1e-12)
 
-
 @pytest.mark.parametrize("rates, depth", [
-    ([sequoia.PRIOR], None), ([sequoia.PRIOR], 10), ([[2.0**-k for k in range(1, 20)]], 8),
+    ([sequoia.PRIOR], 768), ([[2.0**-k for k in range(1, 20)]], 8),
     ([[0.5, 0.2, 0.1, 0.1], [0.9, 0.1, 0, 0], [0.3, 0.3, 0.3, 0.1]], 12)])
-def test_optimal_tree_equals_best_first_search_at_768_nodes(rates, depth):
-    greedy = best_first(rates, 768, depth or math.inf)
+def test_optimal_tree_takes_the_highest_scores_at_768_nodes(rates, depth):
     tree = optimal_tree(rates, 768, depth)
-    assert tree.size == greedy.size == 768 and tree.depth <= (depth or 768)
-    assert expected_tokens(tree, rates) == pytest.approx(expected_tokens(greedy, rates), abs=1e-9)
-
+    assert tree.size == 768 and tree.depth <= depth
+    assert expected_tokens(tree, rates) == pytest.approx(largest_scores(rates, 768, depth), abs=1e-9)
 
 def test_a_child_beyond_the_last_rate_is_never_accepted_and_deep_trees_need_no_recursion():
     assert expected_tokens(Tree([-1, 0, 0, 2]), [0.5]) == 1.5
-    assert expected_tokens(chain(2), []) == 1 and optimal_tree([1.0], 150) == chain(149)
-
+    assert expected_tokens(chain(2), []) == 1
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 60)
+    try:
+        tree = optimal_tree([1.0], 200)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert tree == chain(199)
 
 NO_TREES = [
-    (Tree, [()], "root"), (Tree, [(0,)], "root"),
-    (Tree, [(-1, 0, 1, 0)], "level order"), (Tree.from_paths, [[(0, 0)]], r"\(0,\)"),
-    (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"), (Tree.from_paths, [[(-1,)]], "elder sibling"),
-    (optimal_tree, [[0.5], 0], "at least 1"), (optimal_tree, [[0.5], 3, 0], "at least 1"),
-    (expected_tokens, [chain(1), [1.1]], "from 0 to 1"), (optimal_tree, [[], 2], "largest has 1$")]
+    (Tree, [()], "root"), (Tree, [(0,)], "root"), (Tree, [(-1, -1)], "level order: node 1"),
+    (Tree, [(-1, 1)], "level order: node 1"), (Tree, [(-1, 0, 1, 0)], "level order: node 3"),
+    (Tree.from_paths, [[(0, 0)]], r"\(0,\)"), (Tree.from_paths, [[(0,), (0, 2)]], "elder sibling"),
+    (Tree.from_paths, [[(-1,)]], "elder sibling"), (optimal_tree, [[0.5], 0], "at least 1"),
+    (optimal_tree, [[0.5], 3, 0], "at least 1"), (expected_tokens, [chain(1), [1.1]], "from 0 to 1"),
+    (optimal_tree, [[], 2], "largest has 1$")]
 for _call in (optimal_tree, expected_tokens_table):
     for _rates, _message in (
             ([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
-            ([[0.6, 0.1], [0.6, 0.5]], "at most 1 in sum"), (np.zeros((0, 3)), "zero-size")):
+            ([[0.6, 0.1], [0.6, 0.4001]], "at most 1"), (np.zeros((0, 3)), "zero-size")):
         NO_TREES.append((_call, [_rates, 3, 3], _message))
-
 
 @pytest.mark.parametrize("call, arguments, message", NO_TREES)
 def test_what_makes_no_tree_is_an_error_that_says_why(call, arguments, message):
     with pytest.raises(ValueError, match=message):
         call(*arguments)
 
-
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 
+def distribution(weights):
+    weights = torch.as_tensor(weights, dtype=torch.float64)
+    return weights / weights.sum(dim=-1, keepdim=True)
 
-def scores_of_draft(Q):
-    return sequoia.never_zero(Q.log())
-
-
-def all_proposals(name, draft_probs, k):
-    """All sequences of k proposals from draft_probs (V,), (sequences, k), -1 for none, and their chances."""
-    propose = METHODS[name].propose
-    if propose is sequoia.most_likely:
-        return propose(scores_of_draft(draft_probs)[None], k), torch.ones(1, dtype=torch.float64)
-    repeats = propose is sample_with_replacement
-    found = [((), 1.0)]
-    for _ in range(k):
-        longer = []
-        for sequence, chance in found:
-            left = {token: p for token, p in enumerate(draft_probs.tolist())
-                    if p > 0 and (repeats or token not in sequence)}
-            if not left:
-                # What the draft gives no chance comes last, all alike.
-                left = {token: 1.0 for token in range(len(draft_probs)) if token not in sequence}
-            total = sum(left.values())
-            for token, p in left.items():
-                longer.append(((*sequence, token), chance * p / total))
-        found = longer
-    proposals, chances = zip(*found)
-    return torch.tensor(proposals), torch.tensor(chances, dtype=torch.float64)
-
+def all_proposals(Q, k, replacement):
+    """All sequences of k tokens, (sequences, k), and their chances to be drawn from Q (rows, V), (sequences,
+    rows): token by token. Without replacement, once all that Q gives a chance is drawn, uniformly from the
+    rest."""
+    tokens = range(Q.shape[1])
+    found = list(product(tokens, repeat=k) if replacement else itertools.permutations(tokens, k))
+    chances = []
+    for sequence in found:
+        D = Q
+        rest = torch.ones_like(Q)
+        chance = torch.ones_like(Q[:, 0])
+        for token in sequence:
+            chance = chance * D[:, token] / D.sum(dim=1)
+            if not replacement:
+                rest[:, token] = 0
+                D = D * rest
+                D = torch.where(D.sum(dim=1, keepdim=True) > 0, D, rest)
+        chances.append(chance)
+    return torch.tensor(found).view(len(found), k), torch.stack(chances)
 
 def chi_square_tail(observed, expected):
     """The chance of counts so far from the expected ones. Neighbours are merged until 10 are expected."""
@@ -336,26 +220,41 @@ def chi_square_tail(observed, expected):
     halves = torch.tensor([max(len(starts) - 1, 1) / 2, statistic / 2], dtype=torch.float64)
     return torch.special.gammaincc(*halves).item()
 
+def replaces(name):
+    return METHODS[name].propose is sequoia.sample_with_replacement
 
+@quick
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("draft_probs", [[0.5, 0.3, 0.15, 0.05], [0.7, 0.3, 0, 0], [0, 0, 1, 0], [0.25] * 4])
 def test_each_proposal_is_distributed_as_the_draft_without_the_earlier_ones(name, draft_probs):
-    """Over all sequences of V proposals: also those past the draft's support, of which there are none."""
-    n = 100_000
-    draft_probs = torch.tensor(draft_probs, dtype=torch.float32)
-    tokens = METHODS[name].propose(scores_of_draft(draft_probs).expand(n, 4), 4, seeded(0))
+    """Over all sequences of V. What the draft gives no chance comes last, what is ruled out never."""
+    n = 50_000
+    Q = torch.tensor(draft_probs)
+    q = Q.log().expand(n, 4)
+    tokens = METHODS[name].propose(sequoia.never_zero(q), 4, seeded(0))
+    if not replaces(name):
+        # The same noise draws the same tokens, as many as there are.
+        count = int((Q > 0).sum())
+        possible = METHODS[name].propose(q, 6, seeded(0))
+        assert possible[:, :count].equal(tokens[:, :count]) and (possible[:, count:] == NONE).all()
     if METHODS[name].propose is sequoia.most_likely:
-        likeliest = draft_probs.sort(descending=True).values.expand(n, 4)
-        assert torch.where(tokens >= 0, draft_probs[tokens], 0).equal(likeliest)
+        assert Q[tokens].equal(Q.sort(descending=True).values.expand(n, 4))
         return
-    powers = 5 ** torch.arange(4)
-    possible, chances = all_proposals(name, draft_probs.double(), 4)
-    expected = torch.zeros(5**4, dtype=torch.float64)
-    expected[((possible + 1) * powers).sum(dim=1)] = n * chances
-    observed = ((tokens + 1) * powers).sum(dim=1).bincount(minlength=5**4)
-    assert chi_square_tail(observed, expected) > 1e-9
+    sequences_, chances = all_proposals(Q[None].double(), 4, replaces(name))
+    powers = 4 ** torch.arange(4)
+    expected = torch.zeros(4**4, dtype=torch.float64)
+    expected[sequences_ @ powers] = n * chances[:, 0]
+    assert chi_square_tail((tokens @ powers).bincount(minlength=4**4), expected) > 1e-9
 
+def test_the_first_of_equals_is_the_likeliest_and_nan_is_none():
+    scores = torch.tensor([[0.0, 2, 2, 1], [-math.inf] * 4, [math.nan] * 4, [3, -math.inf, 3, math.nan]])
+    assert sequoia.most_likely(scores[:2], 1).tolist() == [[1], [NONE]]
+    for propose in (sequoia.most_likely, sequoia.sample_without_replacement):
+        assert propose(scores[2:3], 1).tolist() == [[NONE]] and propose(scores[1:3], 4).eq(NONE).all()
+    wide = torch.zeros(1, 50_000)
+    assert sequoia.most_likely(wide, 1).item() == 0
 
+@quick
 def test_shared_noise_is_uniform_and_independent_over_positions_tokens_and_seeds():
     seeds = torch.tensor([0, 1, 2, -1, 2**62, 12345])
     noise = torch.stack([sequoia.shared_noise(seed[None], torch.arange(200), 500) for seed in seeds])
@@ -369,288 +268,131 @@ def test_shared_noise_is_uniform_and_independent_over_positions_tokens_and_seeds
         assert chi_square_tail(pairs, np.full(256, first.numel() / 256)) > 1e-9
     # Neither sums nor multiples of the three stand for one another.
     assert len(noise.unique()) > 0.98 * noise.numel()
+    # A position's noise is its own, and a larger vocabulary's begins as a smaller one's.
+    some = sequoia.shared_noise(seeds[5:], torch.tensor([7, 3]), 10)
+    assert some.equal(noise[5, [7, 3], :10])
 
-
-def test_the_smallest_noise_keeps_its_precision(monkeypatch):
-    """Of 10^7: the least is below 3e-6 but for a chance of e^-30. Multiples of 2^-24 would be far apart."""
-    drawn = []
-    gumbel = sequoia.gumbel
-    monkeypatch.setattr(sequoia, "gumbel", lambda uniform: drawn.append(gumbel(uniform)) or drawn[-1])
-    sequoia.sample_without_replacement(torch.zeros(10, 1_000_000), 1, seeded(0))
-    sequoia.shared_noise(torch.tensor([7]), torch.arange(10), 1_000_000)
-    assert len(drawn) == 2
-    for noise in drawn:
-        exponential = (-noise).exp()
-        least = exponential[exponential < 1e-4].double()
-        tenths = (least * 2**24 % 1 * 10).long().bincount(minlength=10)
-        assert exponential.min() < 3e-6
-        assert chi_square_tail(tenths, np.full(10, len(least) / 10)) > 1e-9
-
+def test_the_smallest_noise_keeps_its_precision():
+    """Multiples of 2^-24, as float32 has them, would be too far apart."""
+    largest = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
+    assert sequoia.gumbel(largest).item() == pytest.approx(53 * math.log(2))
+    uniform = sequoia.uniform(torch.zeros(1000), seeded(0))
+    least = (-sequoia.shared_noise(torch.tensor([7]), torch.arange(2), 1_000_000)).exp().double().flatten()
+    for numbers in (uniform, least[least < 1e-4]):
+        assert (numbers * 2**24 % 1).std() > 0.2
 
 # --- 4  Verification of a node's children (sections 2.2 and 3.2, Algorithm 2) -------------------------------
-
-
-def distribution(weights):
-    weights = torch.as_tensor(weights, dtype=torch.float64)
-    return weights / weights.sum()
-
 
 def weights_of(vocab):
     weight = st.sampled_from([0, 1e-6, 1, 1 + 1e-10, 3, 7])
     return st.lists(weight, min_size=vocab, max_size=vocab).filter(any).map(distribution)
 
+def scores_of(Q):
+    """A draft's scores, as a step has them."""
+    return sequoia.never_zero(Q.log())
 
-@st.composite
-def pairs_of_distributions(draw):
-    """A target's and a draft's over 2 to 4 tokens: with zeros, one-hot, equal, nearly equal, disjoint."""
-    vocab = draw(st.integers(2, 4))
-    P = draw(weights_of(vocab))
-    Q = draw(weights_of(vocab))
-    relation = draw(st.sampled_from(["any", "equal", "nearly equal", "disjoint"]))
-    if relation == "equal":
-        Q = P
-    elif relation == "nearly equal":
-        Q = distribution(P * (1 + 1e-10 * Q))
-    elif relation == "disjoint" and (P == 0).any():
-        Q = distribution(P == 0)
-    return P, Q
+def random_rows(rows, vocab=6, zeros=0.0, seed=1):
+    """Target and draft distributions, (rows, vocab) each, far from each other and from uniform, with exact
+    zeros in either."""
+    scores, hidden = torch.rand(2, 2, rows, vocab, generator=seeded(seed), dtype=torch.float64)
+    # The likeliest token stays.
+    zero = (hidden < zeros) & (scores < scores.amax(dim=-1, keepdim=True))
+    return scores.mul(6).masked_fill(zero, -math.inf).softmax(dim=-1)
 
+# 10,000 of P, Q and k, by vocabulary and k, where a third of all chances are 0.
+TASKS = {(V, k): random_rows(1112, V, zeros=0.4, seed=10 * V + k) for V in (2, 3, 4) for k in range(1, V + 1)}
 
-def ratios_of(name, P, Q, tokens):
-    """A method's ratios (rows, k) and residual (rows, V). With infinite noise all are computed."""
-    return METHODS[name].ratios(P, scores_of_draft(Q), tokens)
+@quick
+@pytest.mark.parametrize("name", METHODS)
+def test_ten_thousand_targets_and_drafts_with_zeros(name):
+    """Each method yields P, by 10 samples of each. Where all tokens are proposed, or all that Q gives a
+    chance and P's are among those, one is accepted. A single one is as often as optimal transport allows."""
+    for (V, k), (P, Q) in TASKS.items():
+        covers = (k == V) | ((Q > 0).sum(dim=1) <= k) & ((Q > 0) | (P == 0)).all(dim=1)
+        P, Q, covers = (rows.repeat_interleave(10, dim=0) for rows in (P, Q, covers))
+        rank, token = sample_and_verify(P, Q, k, name, seeded(0))
+        assert (P.gather(1, token[:, None]) > 0).all() and rank.unique().tolist()[-k:] == list(range(k))
+        if name in ("sequoia", "topk", "gumbel", "traversal"):
+            assert (rank[covers] >= 0).all()
+        if k == 1 and name in SUMMED_UP:
+            optimal = torch.minimum(P, Q).sum()
+            expected = torch.stack([len(P) - optimal, optimal])
+            assert chi_square_tail((rank + 1).bincount(minlength=2), expected) > 1e-9
+        # Apart where the draft gives a token more and where it gives less.
+        more = (Q > P).long()
+        observed = (more.gather(1, token[:, None])[:, 0] * V + token).bincount(minlength=2 * V)
+        expected = torch.stack([P * (1 - more), P * more]).sum(dim=1).flatten()
+        assert chi_square_tail(observed, expected) > 1e-9
 
-
-def outcome(name, P, Q, k):
-    """What verifying k children comes to, exactly: the distribution of the emitted token (V,), and each
-    child's chance to be the accepted one (k,). `noise < ratio` has the chance min(ratio, 1)."""
-    tokens, chances = all_proposals(name, Q, k)
-    rows = len(tokens)
-    ratios, residual = ratios_of(name, P.expand(rows, -1), Q.expand(rows, -1), tokens)
-    assert (ratios[tokens < 0] == 0).all()
-    output = torch.zeros_like(P)
-    accepted = torch.zeros(k, dtype=torch.float64)
-    for i in range(k):
-        passes = chances * ratios[:, i].clamp(max=1)
-        output.index_add_(0, tokens[:, i].clamp(min=0), passes)
-        accepted[i] = passes.sum()
-        chances = chances - passes
-    return output + chances @ residual, accepted
-
-
-@pytest.mark.parametrize("name", SUMMED_UP)
-@given(pairs_of_distributions())
-def test_output_distribution_equals_target_exactly(name, pair):
-    P, Q = pair
-    for k in range(1, len(P) + 1):
-        output, _ = outcome(name, P, Q, k)
-        torch.testing.assert_close(output, P, rtol=0, atol=1e-6)
-
-
-def random_rows(rows):
-    """Target and draft distributions over 6 tokens, (rows, 6) each, far from each other and from uniform."""
-    scores = torch.rand(2, rows, 6, generator=seeded(1), dtype=torch.float64)
-    return (6 * scores).softmax(dim=-1)
-
-
+@quick
 def test_the_plain_algorithm_for_one_node_equals_the_fast_one_row_by_row():
-    """With the same noise: the same rank and residual, through the ratios and through Method.verify."""
-    P, Q = random_rows(500)
-    p, q = torch.stack([P, Q]).log()
-    method = METHODS["sequoia"]
-    for k in (1, 3, 5):
-        tokens = method.propose(q, k, seeded(k))
+    """With the same noise: the same rank and residual, never NaN, for all 10,000."""
+    for (V, k), (P, Q) in TASKS.items():
+        q = scores_of(Q)
+        tokens = METHODS["sequoia"].propose(q, k, seeded(k))
         noise = torch.rand(tokens.shape, generator=seeded(9), dtype=P.dtype)
-        ratios, residual = sequoia.ratios_in_turn(P, q, tokens)
-        accepted, scores = method.verify(p, q, tokens, noise, static=True)
-        ranks = torch.where(accepted.any(dim=1), accepted.int().argmax(dim=1), -1)
-        assert len(set(ranks.tolist())) == k + 1
-        torch.testing.assert_close(scores.exp(), residual)
+        accepted, left = METHODS["sequoia"].verify(P.log(), q, tokens, noise)
         for row in range(len(P)):
             rank, R = sequoia.verify_one_node(P[row], Q[row], tokens[row], noise[row])
-            accepted = (noise[row] < ratios[row]).nonzero().flatten().tolist()
-            assert rank == ranks[row] == (accepted or [-1])[0]
-            if rank < 0:
-                torch.testing.assert_close(R, residual[row])
-            one = slice(row, row + 1)
-            alone, _ = sequoia.ratios_in_turn(P[one], q[one], tokens[one], noise[one])
-            assert (noise[row] < alone[0]).nonzero().flatten().tolist()[:1] == accepted[:1]
+            assert accepted[row].any() == (rank != NONE)
+            if rank == NONE:
+                torch.testing.assert_close(left[row].exp(), R, atol=1e-12, rtol=1e-6)
+            else:
+                assert accepted[row, rank] and not accepted[row, :rank].any() and not R.isnan().any()
 
-
-@given(pairs_of_distributions())
-def test_one_child_is_accepted_as_often_as_optimal_transport_allows_and_all_that_cover_always(pair):
-    P, Q = pair
-    optimal = 1 - (P - Q).abs().sum() / 2
-    for name in ("sequoia", "specinfer", "spectr"):
-        _, accepted = outcome(name, P, Q, 1)
-        torch.testing.assert_close(accepted.sum(), optimal, rtol=0, atol=1e-6)
-    inside = distribution(torch.where(Q > 0, P + 0.01, 0))
-    for k in (int((Q > 0).sum()), len(Q)):
-        _, accepted = outcome("sequoia", inside, Q, k)
-        assert accepted.sum().item() == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", ["naive", "topk"])
-def test_matching_emits_what_the_target_alone_draws(name):
-    method = METHODS[name]
-    p, q = random_rows(500).log()
-    rows = torch.arange(500)
-    tokens = method.propose(q, 3, seeded(1))
-    for static in (False, True):
-        left = method.unverified(p.__getitem__, rows, seeded(2), static)(rows)
-        accepted, left = method.verify(left, q, tokens, None, static)
-        drawn = method.draw(p, 1, seeded(2))
-        assert torch.equal(method.last_token(left, None), drawn[:, 0])
-        assert torch.equal(accepted, tokens == drawn) and accepted.any(dim=0).all()
-
-
-def outcomes_of_gumbel(P, Q, k):
-    """Pr(rank, token), (k + 1, V), k for none. Token j is the target's if E_j / P_j comes first; its rank
-    counts those whose E_i / Q_i is sooner than E_j / Q_j: products of exponentials of E_j are integrated."""
-    V = len(P)
-    exact = np.zeros((V, V))
-    for j in (P > 0).nonzero()[0]:
-        # Each term: how many come sooner in the draft, the coefficient and the rate in E_j.
-        terms = [(0, 1.0, 1.0)]
-        for i in set(range(V)) - {j}:
-            a = P[i] / P[j]
-            # What the draft gives no chance comes last, all alike.
-            b = Q[i] / Q[j] if Q[j] > 0 else np.inf if Q[i] > 0 else 1.0
-            later = max(a, b)
-            others = [(0, 1.0, later)] if later < np.inf else []
-            if b > a:
-                others += [(1, 1.0, a), (1, -1.0, b)]
-            terms = [(m + n, c * d, r + s) for (m, c, r), (n, d, s) in product(terms, others)]
-        for rank, coefficient, rate in terms:
-            exact[rank, j] += coefficient / rate
-    accepted = exact[:k]
-    return np.vstack([accepted, exact.sum(axis=0) - accepted.sum(axis=0)])
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_gumbels_ranks_and_tokens_have_their_exact_chances(k):
-    rows = [(P.numpy(), Q.numpy()) for P, Q in zip(*random_rows(4))]
-    rows.append((np.array([0.5, 0.3, 0.2, 0]), np.array([0, 0.1, 0.6, 0.3])))
-    for seed, (P, Q) in enumerate(rows):
-        exact = outcomes_of_gumbel(P, Q, k)
-        np.testing.assert_allclose(exact.sum(axis=0), P, atol=1e-12)
-        distance = np.abs(P - Q).sum() / 2
-        assert k > 1 or exact[0].sum() > (1 - distance) / (1 + distance) - 1e-12
-        pair = [torch.tensor(probs).expand(100_000, -1) for probs in (P, Q)]
-        rank, token = sample_and_verify(*pair, k, "gumbel", seeded(seed))
-        observed = torch.zeros(k + 1, len(P)).index_put_((rank, token), torch.ones(1), accumulate=True)
-        assert chi_square_tail(observed.flatten(), 100_000 * np.maximum(exact, 0).flatten().round(12)) > 1e-9
-
-
-@pytest.mark.parametrize("temperature", [0.05, 0.01, 0.005])
-def test_four_children_at_low_temperatures_cover_as_greedys_four(temperature):
-    """Exactly, given the children: 1 less the product of the chances to be rejected. Rows are the same."""
-    logits = torch.randn(1000, 2000, generator=seeded(0)) * 3
-    drafts = logits + torch.randn(1000, 2000, generator=seeded(1))
-    cover = (drafts.topk(4).indices == logits.argmax(dim=1, keepdim=True)).any(dim=1).double().mean()
-    q = (drafts / temperature).double()
-    tokens = sequoia.sample_without_replacement(q, 4, seeded(2))
-    P = (logits / temperature).double().softmax(dim=1)
-    ratios, _ = METHODS["sequoia"].ratios(P, q, tokens)
-    accepted = 1 - (1 - ratios.clamp(max=1)).prod(dim=1).mean()
-    assert 0.5 < cover < 0.95 and abs(accepted - cover) < 0.01
-
-
-def count_tokens(name, P, Q, k, samples, generator):
-    """How often each token is emitted in `samples` runs, (V,), as many at once as a CPU's cache holds."""
-    vocab = len(P)
-    counts = torch.zeros(vocab, dtype=torch.long)
-    most = max(1, 2**18 // vocab)
-    for start in range(0, samples, most):
-        rows = min(most, samples - start)
-        _, token = sample_and_verify(P.expand(rows, -1), Q.expand(rows, -1), k, name, generator)
-        counts += token.bincount(minlength=vocab)
-    return counts
-
-
-@pytest.mark.parametrize("vocab", [2, 4, 16, 4096, 128_256])
-@pytest.mark.parametrize("name", METHODS)
-def test_output_distribution_equals_target(name, vocab):
-    """Target and draft prefer opposite ends: so an error tilts the counts, which merging cannot hide."""
-    samples = min(200_000, 2**22 // vocab)
-    generator = seeded(vocab)
-    place = torch.linspace(0, 1, vocab)
-    P, Q = torch.rand(2, vocab, generator=generator) + 0.1
-    P *= torch.exp(-4 * place)
-    Q *= torch.exp(-4 * (1 - place))
-    P[vocab - vocab // 4:] = 0
-    Q[: vocab // 8] = 0
-    counts = count_tokens(name, P / P.sum(), Q / Q.sum(), min(3, vocab), samples, generator)
-    assert chi_square_tail(counts, samples * distribution(P)) > 1e-9
-
-
-# At temperature 0.05 exp(-98) is subnormal in float32, and exp(-338) is 0.
-HAZARDS = {
-    "draft 0 at target tokens": ([0.4, 0.3, 0.2, 0.1], [0, 0, 0.5, 0.5]),
-    "disjoint": ([0.3, 0.7, 0, 0], [0, 0, 0.5, 0.5]), "one-hot target": ([0, 0, 1, 0], [0.4, 0.3, 0.2, 0.1]),
-    "underflow at temperature 0.05": tuple((torch.tensor(logits) / 0.05).softmax(0).tolist() for logits in (
-        [8.0, 7.9, 3.0, -9.0], [3.0, 7.9, 2.7, -9.0]))}
-
+def test_gumbels_child_is_accepted_as_often_as_is_exact():
+    """Token j is both models' if E_j / P_j and E_j / Q_j are the least: 1 / sum max(P_i / P_j, Q_i / Q_j)."""
+    for P, Q in zip(*random_rows(6)):
+        chance = sum(1 / torch.maximum(P / P[j], Q / Q[j]).sum() for j in range(6))
+        distance = (P - Q).abs().sum() / 2
+        assert chance > (1 - distance) / (1 + distance)
+        rank, _ = sample_and_verify(P.expand(10_000, -1), Q.expand(10_000, -1), 1, "gumbel", seeded(0))
+        observed = (rank + 1).bincount(minlength=2)
+        assert chi_square_tail(observed, [10_000 * (1 - chance), 10_000 * chance]) > 1e-9
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("hazard", HAZARDS)
-def test_output_distribution_survives(hazard, name):
-    P, Q = torch.tensor(HAZARDS[hazard], dtype=torch.float32)
-    for k in (1, 2, 4):
-        counts = count_tokens(name, P, Q, k, 10_000, seeded(k))
-        assert chi_square_tail(counts, 10_000 * distribution(P)) > 1e-9
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_accepted_rank_points_at_the_token(name, monkeypatch):
-    """And rows of bfloat16, which sum to 1 but for rounding, are taken as what they are."""
-    P, Q = (rows.bfloat16() for rows in random_rows(1000))
-    proposed = []
-
-    def propose(*arguments):
-        proposed.append(METHODS[name].propose(*arguments))
-        return proposed[-1]
-
-    monkeypatch.setitem(METHODS, "watched", dataclasses.replace(METHODS[name], propose=propose))
-    rank, token = sample_and_verify(P, Q, 3, "watched", seeded(0))
-    accepted = rank >= 0
-    assert rank.shape == token.shape == (1000,) and 0 < accepted.sum() < 1000
-    assert proposed[0][accepted, rank[accepted]].equal(token[accepted])
-    plain = sample_and_verify(P.float(), Q.float(), 3, name, seeded(0))
-    assert torch.equal(torch.stack([rank, token]), torch.stack(plain))
-
+def test_a_generator_is_all_the_randomness(name):
+    """Of a node, of a tree in both forms: torch's own generator changes nothing, and stays as it is."""
+    P, Q = random_rows(50)
+    layout = sequoia.Layout(BUSHY, "cpu")
+    p, q, tokens = P.log(), Q[:14].log(), torch.arange(14) % 6
+    found = []
+    for other in (1, 2):
+        torch.manual_seed(other)
+        before = torch.get_rng_state()
+        found += [*sample_and_verify(P, Q, 2, name, seeded(5))]
+        for is_static in (False, True):
+            found += METHODS[name].verify_tree(layout, tokens, p.__getitem__, q, seeded(5), is_static)
+        assert torch.get_rng_state().equal(before)
+    assert all(map(torch.equal, found[:6], found[6:]))
 
 # --- 4b  Verification of a whole tree (section 3.2; traversal: arXiv 2505.12398) ----------------------------
 #
 # A model is a table for each depth, (V**depth, V): its distributions after every path, whose tokens, read as
 # a number of base V, give the row. `tokens` are the nodes', -1 where a child does not exist, 0 for the root.
 
+BUSHY = optimal_tree([0.5, 0.2, 0.1], 14, 5)
+# The second child has more children than the first.
+LATE = Tree([-1, 0, 0, 1, 2, 2, 2])
 
 @st.composite
-def trees_and_models(draw, trees=SMALL_TREES):
-    """A tree, a target and a draft over 2 or 3 tokens. What follows a path is one of a few distributions."""
-    vocab = draw(st.integers(2, 3))
+def trees_and_models(draw):
+    """A tree, a target and a draft over 2 to 4 tokens. What follows a path is one of a few distributions,
+    which may be equal, nearly equal, disjoint, or a single token."""
+    vocab = draw(st.integers(2, 4))
     some = torch.stack(draw(st.lists(weights_of(vocab), min_size=2, max_size=6)))
-    tree = draw(st.sampled_from([
-        tree for tree in trees if tree.size <= 6 and max(map(len, tree.children)) <= vocab]))
+    tree = draw(st.sampled_from([tree for tree in SMALL_TREES if max(map(len, tree.children)) <= vocab
+                                 and vocab ** (tree.size - 1) <= 256]))
     generator = seeded(draw(st.integers(0, 2**32)))
-    target = []
-    draft = []
-    for level in range(tree.depth):
-        rows = torch.randint(len(some), (2, vocab**level), generator=generator)
-        target.append(some[rows[0]])
-        draft.append(some[rows[1]])
-    return tree, target, draft
-
+    rows = [torch.randint(len(some), (2, vocab**level), generator=generator) for level in range(tree.depth)]
+    return tree, [some[target] for target, _ in rows], [some[draft] for _, draft in rows]
 
 def numbers_of_paths(tree, tokens, vocab):
     """(proposals, size) -> (proposals, size), the row of each node in its depth's table."""
     number = torch.zeros_like(tokens)
     for node in range(1, tree.size):
-        # No text ends at a node that does not exist, or below.
-        number[:, node] = number[:, tree.parents[node]] * vocab + tokens[:, node].clamp(min=0)
+        number[:, node] = number[:, tree.parents[node]] * vocab + tokens[:, node]
     return number
-
 
 def distributions_at(tree, tokens, tables):
     """What a model says after each node: tokens (proposals, size) -> (proposals, size, V)."""
@@ -658,32 +400,21 @@ def distributions_at(tree, tokens, tables):
     found = [tables[tree.depths[node]][number[:, node]] for node in range(tree.size)]
     return torch.stack(found, dim=1)
 
-
 def all_tokens_of_a_tree(name, tree, draft):
     """All that a method can propose in a tree, (proposals, size), and the chances, (proposals,)."""
-    vocab = len(draft[0][0])
-
-    @functools.cache
-    def proposals(depth, number, k):
-        return list(zip(*(part.tolist() for part in all_proposals(name, draft[depth][number], k))))
-
-    def number(tokens, node):
-        return 0 if node == 0 else number(tokens, tree.parents[node]) * vocab + tokens[node]
-
-    found = [([0], 1.0)]
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    chances = torch.ones(1, dtype=torch.float64)
     for node, children in enumerate(tree.children):
         if children:
-            longer = []
-            for tokens, chance in found:
-                below = [([-1] * len(children), 1.0)]
-                if tokens[node] >= 0:
-                    below = proposals(tree.depths[node], number(tokens, node), len(children))
-                # In level order a node's children are the next to be known.
-                longer += [(tokens + more, chance * p) for more, p in below]
-            found = longer
-    tokens, chances = zip(*found)
-    return torch.tensor(tokens), torch.tensor(chances, dtype=torch.float64)
-
+            # In level order a node's children are the next to be known.
+            number = numbers_of_paths(Tree(tree.parents[: tokens.shape[1]]), tokens, draft[0].shape[1])
+            Q = draft[tree.depths[node]][number[:, node]]
+            more, p = all_proposals(Q, len(children), replaces(name))
+            tokens = torch.cat([tokens.repeat(len(more), 1), more.repeat_interleave(len(Q), dim=0)], dim=1)
+            chances = (chances * p).flatten()
+            tokens = tokens[chances > 0]
+            chances = chances[chances > 0]
+    return tokens, chances
 
 def outcomes(name, tree, tokens, P, Q):
     """Verification in closed form: each node's chance to be the last accepted one, (proposals, size), and the
@@ -694,23 +425,27 @@ def outcomes(name, tree, tokens, P, Q):
         layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
             free = 1.0
-            for node, chance, residual in zip(*METHODS[name].endings(layout, proposal, P[i], scores_of_draft(Q[i]))):
+            ends = METHODS[name].endings(layout, proposal, P[i], scores_of(Q[i]))
+            for node, chance, residual in zip(*ends):
                 if chance > 0:
                     following[i, node] = residual / residual.sum()
                 last[i, node] = free * chance
                 free *= 1 - chance
+            # The root's chance, the last, is exactly 1: else no node is found, and the first one taken.
+            assert chance == 1
         return last, following
     # `last` is a node's chance to be reached, then that to end there.
     last[:, 0] = 1
     for node, children in enumerate(tree.children):
         if children:
-            ratios, following[:, node] = ratios_of(name, P[:, node], Q[:, node], tokens[:, children])
+            ratios, following[:, node] = METHODS[name].ratios(P[:, node], scores_of(Q[:, node]),
+                                                              tokens[:, children])
             for child, ratio in zip(children, ratios.clamp(max=1).T):
                 last[:, child] = last[:, node] * ratio
                 last[:, node] *= 1 - ratio
     return last, following
 
-
+@quick
 @pytest.mark.parametrize("name", SUMMED_UP)
 @given(trees_and_models())
 def test_joint_distribution_of_the_text_equals_the_targets_exactly(name, case):
@@ -732,38 +467,74 @@ def test_joint_distribution_of_the_text_equals_the_targets_exactly(name, case):
                 text.index_add_(0, number[:, node], ends[:, node])
     torch.testing.assert_close(text, exact, rtol=0, atol=1e-6)
 
+def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
+    """The walk, node by node: the last accepted node, and the token after it. A target that matches draws one
+    token at a node: when it gets there, or for all nodes at once."""
+    noise = torch.rand(tree.size, generator=generator, dtype=torch.float64)
+    drawn = method.draw(P.log(), 1, generator) if is_static and not method.ratios else None
+    node = 0
+    while True:
+        children = [child for child in tree.children[node] if tokens[child] >= 0]
+        residual = P[node, None]
+        if method.ratios:
+            ratios = ()
+            if children:
+                ratios, residual = method.ratios(residual, scores_of(Q[node, None]), tokens[children][None])
+                ratios = ratios[0]
+            accepted = [child for child, ratio in zip(children, ratios) if noise[child] < ratio]
+        else:
+            token = drawn[node] if is_static else method.draw(residual.log(), 1, generator)[0]
+            accepted = [child for child in children if tokens[child] == token]
+        if not accepted:
+            token = method.draw(residual.log(), 1, generator)[0] if method.ratios else token
+            return node, token.item()
+        node = accepted[0]
 
-@given(trees_and_models([chain(length) for length in range(1, 6)]))
-def test_traversal_of_a_chain_yields_at_least_the_walks_tokens_on_average(case):
-    """Of branching trees this is not true."""
-    tree, target, draft = case
-    tokens, chances = all_tokens_of_a_tree("traversal", tree, draft)
-    P = distributions_at(tree, tokens, target)
-    Q = distributions_at(tree, tokens, draft)
-    yields = torch.tensor(tree.depths).double() + 1
-    ends = [chances @ outcomes(name, tree, tokens, P, Q)[0] @ yields for name in ("traversal", "sequoia")]
-    assert ends[0] > ends[1] - 1e-6
+WALKS = {name: method for name, method in METHODS.items() if name != "traversal"} | {"greedy": sequoia.GREEDY}
 
+@quick
+@pytest.mark.parametrize("name", WALKS)
+def test_the_static_form_and_the_hosts_walk_as_the_plain_walk(name):
+    """To leaves, to late children, and past children that do not exist: their siblings' last, or all."""
+    method = WALKS[name]
+    choice = random.Random(0).choice
+    ends = []
+    for seed in range(300):
+        generator = seeded(seed)
+        tree = choice([LATE, BUSHY, choice(SMALL_TREES)])
+        P, Q = random_rows(tree.size, vocab=6, zeros=0.2, seed=seed)
+        # Near its target paths are long, far from it late children are accepted.
+        distance = choice([0.3, 3])
+        Q = (P + distance * Q) / (1 + distance)
+        layout = sequoia.Layout(tree, "cpu")
+        tokens = torch.zeros_like(layout.nodes)
+        p = P.log()
+        for node, children in enumerate(tree.children):
+            if children:
+                proposed = method.propose(scores_of(Q[node, None]), len(children), generator)[0]
+                exists = torch.arange(len(children)) < choice([9, 9, 9, 1, 0])
+                tokens[list(children)] = torch.where(exists, proposed, NONE)
+        for static in (False, True):
+            expected = walk_plainly(method, tree, tokens, P, Q, seeded(seed), static)
+            found = method.verify_tree(layout, tokens, p.__getitem__, scores_of(Q), seeded(seed), static)
+            assert tuple(torch.cat(found).tolist()) == expected
+        ends.append((tree.depths[expected[0]], tree.ranks[expected[0]]))
+    assert sum(depth > 1 for depth, _ in ends) > 40 and sum(rank > 0 for _, rank in ends) > 6
 
-@pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
-@pytest.mark.parametrize("static", [False, True])
-def test_a_child_that_does_not_exist_is_never_accepted(method, static):
+def test_a_child_that_does_not_exist_is_never_accepted_leaves_first():
     """Nor is what is below, though the target would. Where no token is possible, after node 3, it is -1."""
     layout = sequoia.Layout(Tree([-1, 0, 0, 1, 2]), "cpu")
     tokens = torch.tensor([0, 1, -1, 2, -1])
     q = torch.zeros(5, 3)
-    generator = seeded(0)
-    for wanted in range(3):
+    for wanted, seed in product(range(3), range(20)):
         p = torch.eye(4, 3)[[wanted, 2, 0, 3, 0]].log()
-        for _ in range(20):
-            found = method.verify_tree(layout, tokens, p.__getitem__, q, generator, static)
-            assert torch.cat(found).tolist() == ([3, -1] if wanted == 1 else [0, wanted])
+        found = METHODS["traversal"].verify_tree(layout, tokens, p.__getitem__, q, seeded(seed))
+        assert torch.cat(found).tolist() == ([3, -1] if wanted == 1 else [0, wanted])
 
-
-# --- 5  Tree attention and the KV cache ---------------------------------------------------------------------
+# --- 5, 6  One step: tree attention, the KV cache, the whole method -----------------------------------------
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+             max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 GQA = dict(SMALL, num_key_value_heads=2)
 HEAD = dict(GQA, head_dim=8)
 WINDOW = dict(GQA, sliding_window=12)
@@ -772,22 +543,25 @@ TWO_KINDS = dict(GEMMA, layer_types=["sliding_attention", "full_attention"])
 MLA = dict(SMALL, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=None,
             pad_token_id=0)
-LONG = transformers.LlamaConfig(**GQA | dict(max_position_embeddings=2**16))
+YARN = dict(rope_type="yarn", factor=2.0, rope_theta=1e4, original_max_position_embeddings=256)
 # Models whose entries have two shapes: keys unlike values, and layers unlike layers.
 TWO_SHAPES = ("deepseek-v3", "gemma4")
 ARCHITECTURES = {
     "llama": ("Llama", GQA), "qwen2": ("Qwen2", GQA), "qwen3": ("Qwen3", HEAD), "phi3": ("Phi3", WINDOW),
     "mistral": ("Mistral", WINDOW), "gpt-neox": ("GPTNeoX", SMALL), "gpt2": ("GPT2", GPT2),
-    "falcon": ("Falcon", SMALL), "gemma2": ("Gemma2", GEMMA), "gemma3": ("Gemma3Text", GEMMA)}
+    "falcon": ("Falcon", SMALL), "gemma2": ("Gemma2", GEMMA), "gemma3": ("Gemma3Text", TWO_KINDS)}
 ARCHITECTURES["qwen2 with a window"] = ("Qwen2", dict(WINDOW, use_sliding_window=True, max_window_layers=1))
 ARCHITECTURES["opt"] = ("OPT", dict(SMALL, ffn_dim=48, word_embed_proj_dim=32))
 ARCHITECTURES["mixtral"] = ("Mixtral", dict(WINDOW, num_local_experts=4))
-ARCHITECTURES["gpt-oss"] = ("GptOss", dict(TWO_KINDS, num_local_experts=4, num_experts_per_tok=2))
+ARCHITECTURES["gpt-oss"] = ("GptOss", dict(TWO_KINDS, num_local_experts=4, num_experts_per_tok=2,
+                                           rope_parameters=YARN))
 ARCHITECTURES["deepseek-v3"] = ("DeepseekV3", dict(
     MLA, num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1,
     num_experts_per_tok=2, first_k_dense_replace=2))
 ARCHITECTURES["gemma4"] = ("Gemma4Text", dict(
     TWO_KINDS, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64))
+# Their experts take no float64.
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3")
 FURTHER = {
     "MiniCPM3": MLA, "Cohere2": WINDOW, "Olmo3": WINDOW, "Granite": GQA, "SmolLM3": GQA, "Exaone4": WINDOW,
     "GPTBigCode": GPT2, "BioGpt": SMALL}
@@ -796,13 +570,12 @@ FURTHER["GPTJ"] = dict(GPT2, rotary_dim=4)
 FURTHER["Bert"] = dict(SMALL, is_decoder=True)
 FURTHER["Llama"] = dict(GQA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))
 
+def config_of(name, **changes):
+    kind, given = ARCHITECTURES.get(name) or (name, FURTHER[name])
+    # The text of a random model that is tied to its embeddings repeats one token.
+    return getattr(transformers, f"{kind}Config")(**dict(given, tie_word_embeddings=False) | changes)
 
-def config_of(name):
-    kind, settings = ARCHITECTURES.get(name) or (name, FURTHER[name])
-    return getattr(transformers, f"{kind}Config")(**settings)
-
-
-def make_pair(config, sharpness=3.0, difference=0.05, seed=0):
+def make_pair(config, difference=0.25, seed=0):
     """A random target whose distributions are far from flat, and a draft near it. config: or its name."""
     if isinstance(config, str):
         config = config_of(config)
@@ -811,298 +584,323 @@ def make_pair(config, sharpness=3.0, difference=0.05, seed=0):
     draft = transformers.AutoModelForCausalLM.from_config(config).eval()
     for p, q in zip(target.parameters(), draft.parameters()):
         if p.ndim > 1:
-            p.data *= sharpness
+            p.data *= 4
             q.data = p.data + difference * p.std() * torch.randn_like(p)
         else:
             q.data = p.data.clone()
+    for model in (target, draft):
+        model.get_output_embeddings().weight.data *= 4
     return target, draft
-
 
 @pytest.fixture(scope="module")
 def llama():
     return make_pair("llama")
 
-
-def assisted(target, draft, ids, **arguments):
-    return sequoia.generate(target, ids, assistant_model=draft, **arguments)
-
-
 def prompt_of(length, vocabulary=64, seed=0):
     return torch.randint(2, vocabulary, (1, length), generator=seeded(seed))
 
+class EmulatedGraph(TorchDispatchMode):
+    """A CUDA graph on a CPU. While it is captured, operators are noted with the memory they use, and what
+    they write is undone. A replay runs them on that memory again. So whatever Python knew in the capture, it
+    knows for good: sizes, addresses, values. To read a value, which a GPU forbids, or numbers of a generator
+    that is not registered is an error."""
+    made = []
 
-def as_it_is(decoder):
-    return decoder
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.before = {}         # by address: memory that was used, and its contents then
+        self.generators = {torch.default_generator: None}
+        self.made.append(self)
 
+    def register_generator_state(self, generator):
+        self.generators[generator] = None
 
-def at_once(ids, scores, **kwargs):
-    return torch.ones(len(ids), dtype=torch.bool)
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "_local_scalar_dense" in operator.__name__ or not self.knows(kwargs.get("generator")):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
+        for storage in storages((args, kwargs)):
+            if storage.data_ptr() not in self.before:
+                self.before[storage.data_ptr()] = storage, storage.clone()
+        out = operator(*args, **kwargs)
+        self.calls.append((operator, args, kwargs, out))
+        return out
 
+    def knows(self, generator):
+        # An operator is given another object for the same generator.
+        known = [one.get_state() for one in self.generators]
+        return generator is None or any(map(generator.get_state().equal, known))
 
-def static(decoder):
-    """A decoder whose steps have fixed shapes and are recorded, as on a GPU."""
-    decoder.cuda_graph = True
-    return decoder
+    @contextlib.contextmanager
+    def capture(self):
+        for generator in self.generators:
+            self.generators[generator] = generator.get_state()
+        try:
+            with self:
+                yield
+        finally:
+            for storage, contents in self.before.values():
+                storage.copy_(contents)
+            for generator, state in self.generators.items():
+                generator.set_state(state)
 
+    def replay(self):
+        for operator, args, kwargs, out in self.calls:
+            again = operator(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again)):
+                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():
+                    assert old.shape == new.shape
+                    old.copy_(new)
 
-def tree_step(pair, tree, text, method="sequoia", generator=None, static=False, capacity=256):
-    """A step with a tree on models that have seen a text, (length,), but its last token."""
-    models = [sequoia.CachedModel(model) for model in pair]
-    for model in models:
-        model.feed(text[:-1], capacity)
-    seed = torch.tensor([5])
-    return sequoia.TreeStep(tree, *models, models[0].vocabulary, seed, generator, static)
+def storages(values):
+    found = [value.untyped_storage() for value in tree_leaves(values) if torch.is_tensor(value)]
+    return [storage for storage in found if storage.nbytes()]
 
+@contextlib.contextmanager
+def form_of(name):
+    """In which form a step runs: as on a CPU, as a GPU would record it but called again, or recorded, in
+    emulated graphs. Gives the list of those made."""
+    EmulatedGraph.made.clear()
+    record = sequoia.TreeStep.record if name == "recorded" else lambda *arguments: None
+    with mock.patch.multiple(torch.cuda, CUDAGraph=EmulatedGraph, graph=EmulatedGraph.capture,
+                             device=lambda device: contextlib.nullcontext()):
+        with mock.patch.object(sequoia.TreeStep, "record", record):
+            yield EmulatedGraph.made
 
-def ordinary(model):
-    """From a text, (length,), to the logits after it, (V,), by the model's ordinary pass."""
-    return lambda text: model(text[None]).logits[0, -1].float()
+@contextlib.contextmanager
+def planned(trees):
+    """Decoders take these trees, one a step."""
+    planner = SimpleNamespace(next_tree=iter(trees).__next__, learn=lambda *a, **k: None,
+                              speedup_of=lambda steps: None)
+    with mock.patch.object(sequoia, "Planner", lambda *arguments: planner):
+        yield
 
+def scores_by(model, sampling, seed, is_draft):
+    """A function from a text to a model's scores after it, by an ordinary pass. Greedy decoding, gumbel are
+    Algorithm 2 at a temperature towards 0, gumbel with its noise."""
+    def scores(text):
+        logits = model(text[None]).logits[:, -1]
+        noise = None
+        if sampling.method.shared_noise:
+            noise = sequoia.shared_noise(seed, torch.tensor([len(text) - 1]), logits.shape[1])
+        found = sampling.scores(logits, [text], noise, is_draft)[0].double()
+        return found if sampling.method is METHODS["sequoia"] else found * 1e6
 
-BUSHY = optimal_tree([0.5, 0.2, 0.1], 14, 5)
+    return scores
 
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-@torch.inference_mode()
-def test_tree_attention_equals_one_path_at_a_time(name, monkeypatch):
-    """In a step's own pass. Gemma 3 and GPT-OSS have windows of 12, which the prompt of 30 exceeds."""
-    pair = make_pair(name)
-    text = prompt_of(30)[0]
-    step = tree_step(pair, BUSHY, text)
-    passes = []
-    logits_of = sequoia.CachedModel.logits
-
-    def logits(model, tokens, nodes, placed):
-        found = logits_of(model, tokens, nodes, placed)
-        nodes = range(BUSHY.size) if isinstance(nodes, slice) else nodes.tolist()
-        passes.append((model.model, tokens.tolist(), nodes, found))
-        return found
-
-    monkeypatch.setattr(sequoia.CachedModel, "logits", logits)
-    step(text, sequoia.Sampling(sequoia.GREEDY, []))
-    assert len(passes) == BUSHY.depth and passes[-1][0] is pair[0]
-    # The first is fed the token before the root, too.
-    assert passes[0][2] == [BUSHY.size, 0]
-    for model, tokens, nodes, found in passes:
-        for node, row in zip(nodes, found):
-            above = text[:-1]
-            if node < BUSHY.size:
-                above = torch.cat([above, torch.tensor(tokens)[:-1][BUSHY.mask[node]]])
-            torch.testing.assert_close(row, ordinary(model)(above), atol=1e-4, rtol=1e-4)
-
-
-def assert_cached(model, text):
-    """A model's cache holds a text, (length,), as a fresh prompt's pass would leave it."""
-    fresh = sequoia.CachedModel(model.model)
+def assert_cached(cached, text):
+    """A cache begins as one that is fed this text by an ordinary pass."""
+    fresh = sequoia.CachedModel(cached.model)
     fresh.feed(text, len(text))
-    assert len(model.entries) == len(fresh.entries) > 0
-    for ours, theirs in zip(model.entries, fresh.entries):
-        torch.testing.assert_close(ours[:, :, : len(text)], theirs[:, :, : len(text)], atol=1e-4, rtol=1e-4)
+    assert len(cached.entries) == len(fresh.entries) == 4
+    for ours, theirs in zip(cached.entries, fresh.entries):
+        torch.testing.assert_close(ours[:, :, : len(text)], theirs, atol=1e-5, rtol=1e-5)
 
-
-RICH = {name: None for name in ("llama", "gemma3", "gpt2")}
-
-
-def rich_pair(name):
-    """A pair whose sampled texts are rich, and whose draft's later children are accepted, too."""
-    if RICH[name] is None:
-        RICH[name] = make_pair(name, sharpness=2.0, difference=1.0, seed=1)
-    return RICH[name]
-
-
-def test_rich_pairs_have_rich_texts_and_accept_every_rank():
-    for name in RICH:
-        ranks = collections.Counter()
-        steps = []
-        decoder = Decoder(*rich_pair(name), k_ary(3, 4), generator=seeded(0), on_step=steps.append)
-        out = rich_pair(name)[0].generate(prompt_of(8), custom_generate=decoder, max_new_tokens=150,
-                                          do_sample=True, top_k=0)
-        for step in steps:
-            ranks.update(step.tree.ranks[node] for node in step.path)
-        assert len(set(out[0, 8:].tolist())) > 25
-        assert min(ranks[0], ranks[1]) >= 5, (name, ranks)
-
-
-TREES = st.builds(lambda choices: Tree(functools.reduce(
-    lambda parents, share: [*parents, max(0, parents[-1]) + int(share * (len(parents) - max(0, parents[-1])))],
-    choices, [-1])), st.lists(st.floats(0, 0.999), max_size=12))
-
-
-def as_plain(name, pair, seed):
-    """What `step_plainly` is given for a method: greedy and gumbel are Algorithm 2 at a temperature near 0, of
-    scores to which gumbel adds the noise that a position owns."""
-    functions = []
-    for model in pair:
-        def scores(text, model=model):
-            found = ordinary(model)(text)
-            if name == "gumbel":
-                found = found + sequoia.shared_noise(seed, torch.tensor([len(text) - 1]), len(found))[0]
-            return found if name == "sequoia" else found / 1e-6
-        functions.append(scores)
-    return functions
-
-
-@pytest.mark.parametrize("name", ["sequoia", "gumbel", "greedy"])
-@settings(max_examples=25)
-@given(tree=TREES, seed=st.integers(0, 2**31), length=st.integers(2, 20), form=st.booleans(),
-       pair=st.sampled_from(list(RICH)))
 @torch.inference_mode()
-def test_a_step_adds_the_plain_steps_tokens_and_leaves_the_cache_of_a_fresh_pass(name, tree, seed, length, form, pair):
-    """For the same random numbers, on random trees, step after step, walking and static."""
-    if max(map(len, tree.children)) > 60:
-        return
-    models = rich_pair(pair)
-    text = prompt_of(length, seed=seed % 97)[0]
-    method = METHODS.get(name, sequoia.GREEDY)
-    step = tree_step(models, tree, text, static=form, generator=seeded(seed))
-    plain = seeded(seed)
-    for _ in range(3):
-        expected = sequoia.step_plainly(*as_plain(name, models, step.seed), text, tree, plain)
-        found = step(text, sequoia.Sampling(method, []))
-        assert found.tokens == expected.tolist()
+def assert_steps_as_plainly(decoder, prompt, sampling, trees, seed):
+    """A text's steps add the tokens of the plain step, and leave both caches as fresh ones: the target's with
+    all but the next root, the draft's also without the token before it, which it may not have been fed."""
+    target, draft = decoder.target, decoder.draft
+    generator = seeded(seed)
+    decoder.generator.manual_seed(seed)
+    noise_seed = torch.zeros(1, dtype=torch.long)
+    if sampling.method.shared_noise:
+        noise_seed.random_(generator=generator)
+    p = scores_by(target.model, sampling, noise_seed, False)
+    q = scores_by(draft.model, sampling, noise_seed, True)
+    text = prompt
+    expected = sequoia.sample_without_replacement(p(text)[None], 1, generator)[0]
+    for tree, step in zip([*trees, None], decoder.steps_after(prompt, sampling)):
+        assert step.tokens == expected.tolist()
+        if step.seconds is not None and step.tree.depth > 1:
+            assert_cached(draft, torch.cat([text, expected])[:-2])
         text = torch.cat([text, expected])
-        assert_cached(step.target, text[:-1])
-        if tree.depth > 1:
-            # The draft is fed no leaves, so the last one's entry may be missing.
-            assert_cached(step.draft, text[:-2])
+        assert_cached(target, text[:-1])
+        if tree:
+            expected = sequoia.step_plainly(p, q, text, tree, generator)
 
+def processors_of(*given):
+    return transformers.LogitsProcessorList(given)
 
-# --- 6  Decoding --------------------------------------------------------------------------------------------
+SHAPED = [processors_of(), processors_of(transformers.TemperatureLogitsWarper(0.7)),
+          processors_of(transformers.TemperatureLogitsWarper(1.5), transformers.TopPLogitsWarper(0.8)),
+          processors_of(transformers.TopKLogitsWarper(5)), processors_of(transformers.MinPLogitsWarper(0.1)),
+          processors_of(transformers.RepetitionPenaltyLogitsProcessor(1.5))]
+EXACT = {"sequoia": METHODS["sequoia"], "gumbel": METHODS["gumbel"], "greedy": sequoia.GREEDY}
+SHAPES = [NO_TREE, chain(5), sequences(4, 2), LATE] * 20 + SMALL_TREES[:197]
 
+@quick
+@pytest.mark.parametrize("form", ["host", "static", "recorded"])
+@settings(max_examples=12, phases=[Phase.generate])
+@given(st.sampled_from([*ARCHITECTURES]), st.integers(2, 20), st.sampled_from([*EXACT]), st.data())
+def test_a_step_adds_what_the_plain_step_adds_and_caches_are_as_fresh(form, name, window, method, data):
+    """Algorithm 2 by equal random numbers, gumbel and greedy decoding as its limit: over texts that one
+    Decoder takes one after the other, with caches that grow. In float64, where ties are rare."""
+    changes = {}
+    if "sliding_window" in ARCHITECTURES[name][1]:
+        changes["sliding_window"] = window
+    pair = make_pair(config_of(name, **changes), difference=0.5, seed=data.draw(st.integers(0, 99)))
+    if name not in MIXTURES:
+        pair = [model.double() for model in pair]
+    times = st.tuples(st.sampled_from(SHAPES), st.integers(1, 4))
+    some = data.draw(st.lists(times, min_size=2, max_size=3))
+    trees = [tree for tree, times in some for _ in range(times)]
+    with form_of(form), planned(trees + trees):
+        decoder = Decoder(*pair, "auto", generator=torch.Generator())
+        decoder.cuda_graph = form != "host"
+        for seed in range(2):
+            length = data.draw(st.integers(1, 12) | st.integers(180, 192))
+            sampling = sequoia.Sampling(EXACT[method], data.draw(st.sampled_from(SHAPED)))
+            assert_steps_as_plainly(decoder, prompt_of(length, seed=seed)[0], sampling, trees, seed)
 
-def enumerate_texts(target, prompt, length, processors):
-    """The exact probability of every continuation of this length, from the model alone: {tuple: chance}."""
-    texts = {(): 1.0}
-    for _ in range(length):
-        rows = torch.tensor([prompt[0].tolist() + list(text) for text in texts])
-        probs = processors(rows, target(rows).logits[:, -1].float()).softmax(-1)
-        longer = {}
-        for (text, chance), row in zip(texts.items(), probs.tolist()):
-            for token, p in enumerate(row):
-                if p > 0:
-                    longer[(*text, token)] = chance * p
-        texts = longer
-    return texts
-
-
-# By case: runs, vocabulary, method, arguments of generate.
-JOINT = {
-    "sequoia": (3_000, 5, "sequoia", {}), "top-p": (3_000, 6, "sequoia", dict(top_p=0.8)),
-    "min-p": (3_000, 6, "sequoia", dict(min_p=0.15)),
-    "temperature and top-k": (2_000, 6, "sequoia", dict(temperature=1.5, top_k=4)),
-    "repetition penalty": (2_000, 4, "sequoia", dict(repetition_penalty=1.7)),
-    **{name: (2_000, 4, name, {}) for name in METHODS if name != "sequoia"}}
-
-
-@pytest.mark.parametrize("case, fixed", [*product(JOINT, [False]), ("sequoia", True), ("gumbel", True)])
+@pytest.mark.parametrize("name, method, do_sample", [
+    *((name, "sequoia", True) for name in ARCHITECTURES), *(("llama", name, True) for name in METHODS),
+    ("llama", "sequoia", False)])
 @torch.inference_mode()
-def test_joint_distribution_of_three_tokens_equals_enumeration(case, fixed):
-    """Through the real step. The tree's root is a leaf of the step before, where the draft must be fed it."""
-    runs, vocabulary, method, arguments = JOINT[case]
-    config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=1, n_head=4, n_positions=64,
-                                     bos_token_id=None, eos_token_id=None)
-    pair = make_pair(config, sharpness=6.0, difference=1.5, seed=3)
-    if not fixed:
-        pair = [sequoia.pack(model) for model in pair]
-    decoder = Decoder(*pair, "none", method)
-    prompt = prompt_of(4, vocabulary)
-    how = dict(max_new_tokens=1, do_sample=True, top_k=0) | arguments
-    pair[0].generate(prompt, custom_generate=decoder, **how)
-    sampling = decoder.sampling
-    generator = seeded(0)
-    step = tree_step(pair, Tree([-1, 0, 0, 1, 1, 2, 2, 2]), prompt[0], generator=generator, static=fixed, capacity=64)
-    counts = collections.Counter()
-    accepted = 0
-    for _ in range(runs):
-        step.seed.random_(generator=generator)
-        text = prompt[0]
-        while len(text) < 7:
-            found = step(text, sampling)
-            accepted += len(found.path)
-            text = torch.cat([text, torch.tensor(found.tokens)])
-        counts[tuple(text[4:7].tolist())] += 1
-    assert accepted > runs / 4 and (step.graph is not None) == fixed
-    exact = enumerate_texts(pair[0], prompt, 3, transformers.LogitsProcessorList(sampling.processors))
-    assert set(counts) <= set(exact)
-    assert chi_square_tail([counts[text] for text in exact], [runs * p for p in exact.values()]) > 1e-9
+def test_recorded_texts_equal_those_of_the_same_step_called_again(name, method, do_sample):
+    """On Decoders that are kept over texts whose caches grow: one graph for a cache. What an earlier text
+    left in it, here NaN, never shows."""
+    pair = make_pair(name)
+    texts = collections.defaultdict(list)
+    for form in ("static", "recorded"):
+        with form_of(form) as graphs:
+            generator = torch.Generator()
+            decoder = Decoder(*pair, BUSHY, method, generator)
+            decoder.cuda_graph = True
+            for length in (20, 9, 170):
+                for model in (decoder.target, decoder.draft):
+                    model.store.fill_(torch.nan)
+                generator.manual_seed(length)
+                out = pair[0].generate(prompt_of(length, seed=length), custom_generate=decoder,
+                                       max_new_tokens=30, do_sample=do_sample, top_k=0)
+                texts[form].append(out[0].tolist())
+            # The longest ends beyond the first cache.
+            assert decoder.program.static and len(graphs) == 2 * (form == "recorded")
+    assert texts["static"] == texts["recorded"]
 
+def started(pair, tree, prompt, static=True, generator=None):
+    """A step with this tree, and both models' caches after all of a prompt but its last token."""
+    cached = [sequoia.CachedModel(model) for model in pair]
+    for model in cached:
+        model.feed(prompt[0, :-1], 192)
+    vocabulary = cached[0].vocabulary
+    return sequoia.TreeStep(tree, *cached, vocabulary, torch.zeros(1).long(), generator, static)
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_plain_generate(name, graphs):
-    """For every architecture, with windows of 12 tokens and a text of 60, step by step and recorded."""
-    target, draft = make_pair(name)
-    arguments = dict(max_new_tokens=30, do_sample=False)
-    expected = target.generate(prompt_of(30), **arguments)
-    for tree, prepared in product((Tree([-1]), (16, 5), sequences(3, 4)), (as_it_is, static)):
-        steps = []
-        decoder = prepared(Decoder(target, draft, tree, on_step=steps.append))
-        out = target.generate(prompt_of(30), custom_generate=decoder, **arguments)
-        assert torch.equal(out, expected)
-        assert len(set(decoder.target.shapes)) == 1 + (name in TWO_SHAPES)
-        # A draft this near must save steps.
-        assert len(steps) == 30 if tree == Tree([-1]) else len(steps) < 21
-    assert len(graphs) == 3 and min(graph.replays for graph in graphs) > 3
-    # To the end of the context: GPT-2 has no embedding beyond, and deeper nodes must not ask for one.
-    expected = target.generate(prompt_of(240), max_length=256, do_sample=False)
-    out = assisted(target, draft, prompt_of(240), max_length=256, do_sample=False, tree=(9, 6))
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("method", ["sequoia", "specinfer", "spectr", "traversal", "gumbel", "greedy"])
-def test_texts_with_and_without_a_recorded_step_are_equal(method, graphs):
-    """On Decoders that are kept over texts whose caches grow."""
-    pair = rich_pair("llama")
-    how = dict(do_sample=method != "greedy", temperature=0.9, top_k=20, top_p=0.95, min_p=0.01)
-    how = how if how["do_sample"] else dict(do_sample=False)
-    generators = [torch.Generator() for _ in range(2)]
-    decoders = [prepared(Decoder(*pair, BUSHY, METHODS.get(method, "sequoia"), generator))
-                for prepared, generator in zip((as_it_is, static), generators)]
-    for length, new in ((20, 30), (9, 20), (150, 60), (20, 30)):
-        texts = []
-        for decoder, generator in zip(decoders, generators):
-            generator.manual_seed(length)
-            texts.append(pair[0].generate(prompt_of(length), custom_generate=decoder, max_new_tokens=new, **how))
-        assert torch.equal(*texts)
-    # One for each capacity of the caches.
-    assert len(graphs) == 2 and min(graph.replays for graph in graphs) > 3
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, but for views, which launch nothing, and while it is paused."""
-    VIEWS = ("slice", "select", "view", "expand", "unsqueeze", "squeeze", "split", "unbind", "t", "transpose",
-             "detach", "alias", "permute", "as_strided", "_unsafe_view", "split_with_sizes", "lift_fresh")
+class NothingOnTheCPU(TorchDispatchMode):
+    """No operator takes or makes a tensor on the CPU: in a CUDA graph that would be a copy, and an error."""
     count = 0
-    paused = False
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         out = operator(*args, **(kwargs or {}))
-        name = operator.__name__.split(".")[0]
-        # A conversion to the type that a tensor has returns the tensor.
-        self.count += not self.paused and name not in self.VIEWS and not (args and out is args[0])
+        self.count += 1
+        leaves = tree_leaves((args, kwargs, out))
+        assert not any(torch.is_tensor(leaf) and leaf.is_cpu for leaf in leaves), operator
         return out
 
-
-@pytest.mark.parametrize("method, most", [("greedy", 200), ("gumbel", 250), ("sequoia", 950)])
+@pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
 @torch.inference_mode()
-def test_a_static_step_has_few_operators_outside_its_passes(monkeypatch, method, most):
-    text = prompt_of(10)[0]
-    step = tree_step(make_pair("llama"), optimal_tree(sequoia.PRIOR, 128, 10), text, static=True)
-    step.base.fill_(9)
-    operators = Operators()
-    logits_of = sequoia.CachedModel.logits
+def test_a_static_step_takes_nothing_from_the_host(method):
+    """On the device "meta" there are no values, so that whoever asks for one fails. Launches are few."""
+    pair = make_pair("gemma3")
+    programs = [started(pair, tree, prompt_of(10)) for tree in (NO_TREE, Tree([-1, 0, 0, 1]), BUSHY)]
+    shaped = processors_of(*(processor for some in SHAPED[:5] for processor in some))
+    for model in pair:
+        model.to("meta")
+    for program in programs:
+        for owner in (program, program.layout, program.target, program.draft):
+            vars(owner).update(tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, vars(owner)))
+        with NothingOnTheCPU() as operators:
+            report = program.program(torch.zeros(10, dtype=torch.long, device="meta"),
+                                     sequoia.Sampling(method, shaped))
+        assert report.is_meta and report.shape == (2 + program.layout.tree.size,)
+        # SpecTr's bisection takes half of them.
+        assert operators.count < (900 if method is METHODS["spectr"] else 460) * program.layout.tree.depth
 
-    def logits(*arguments):
-        operators.paused = True
-        found = logits_of(*arguments)
-        operators.paused = False
-        return found
+@quick
+@pytest.mark.parametrize("name, window", [("llama", None), ("gemma3", 12), ("gpt-oss", 12), ("mistral", 3)])
+@torch.inference_mode()
+def test_tree_attention_equals_one_path_at_a_time(name, window):
+    """Of nodes in any order, and previous. Windows are shorter than the text, or than the tree."""
+    model = make_pair(config_of(name, **dict(sliding_window=window) if window else {}))[0]
+    text = prompt_of(30)[0]
+    cached = sequoia.CachedModel(model)
+    cached.feed(text[:-1], 192)
+    # The nodes' tokens, the root's and that of previous are the text's last.
+    tokens = torch.cat([text[-1:], prompt_of(13, seed=1)[0], text[-2:-1]])
+    placed = cached.place(sequoia.Layout(BUSHY, "cpu"), torch.tensor([29]), 192)
+    nodes = torch.randperm(15, generator=seeded(0))
+    for node, row in zip(nodes.tolist(), cached.logits(tokens, nodes, placed)):
+        path = [tokens[i] for i in range(14) if node < 14 and BUSHY.mask[node, i]]
+        alone = torch.cat([text[:-1], torch.tensor(path).long()])
+        torch.testing.assert_close(row, model(alone[None]).logits[0, -1], atol=2e-3, rtol=1e-3)
 
-    monkeypatch.setattr(sequoia.CachedModel, "logits", logits)
-    processors = [] if method == "greedy" else [transformers.TemperatureLogitsWarper(0.6)]
-    with operators:
-        step.program(text, sequoia.Sampling(METHODS.get(method, sequoia.GREEDY), processors))
-    assert 20 < operators.count <= most
+# --- 7  Decoding --------------------------------------------------------------------------------------------
 
+@quick
+@pytest.mark.parametrize("name, static", [("sequoia", False), ("naive", False), ("naive", True),
+                                          ("traversal", True), ("gumbel", False)])
+@torch.inference_mode()
+def test_joint_distribution_of_three_tokens_equals_enumeration(name, static):
+    """Through the real step, 1,000 times."""
+    config = transformers.GPT2Config(vocab_size=4, n_embd=16, n_layer=1, n_head=4, n_positions=64,
+                                     bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)
+    pair = make_pair(config, difference=1.5, seed=3)
+    prompt = prompt_of(4, 4)
+    # All 64 continuations, and their chances from the model alone.
+    following = torch.cartesian_prod(*3 * [torch.arange(4)])
+    scores = pair[0](torch.cat([prompt.expand(64, -1), following], dim=1)).logits[:, 3:-1].log_softmax(dim=2)
+    exact = scores.gather(2, following[:, :, None]).sum(dim=(1, 2)).exp()
+    program = started(map(sequoia.pack, pair), Tree([-1, 0, 0, 1, 1, 2, 2, 2]), prompt, static, seeded(0))
+    texts = []
+    accepted = 0
+    while len(texts) < 1000:
+        program.seed.random_(generator=program.generator)
+        text = prompt[0]
+        while len(text) < 7:
+            # Called once only, it is not recorded.
+            program.calls = 0
+            step = program(text, sequoia.Sampling(METHODS[name], []))
+            text = torch.cat([text, torch.tensor(step.tokens)])
+            accepted += len(step.path)
+        texts.append(text[4:7] @ torch.tensor([16, 4, 1]))
+    assert accepted > 300
+    assert chi_square_tail(torch.stack(texts).bincount(minlength=64), 1000 * exact) > 1e-9
+
+def plain_text(target, prompt, **arguments):
+    return target.generate(prompt, **dict(do_sample=False) | arguments)
+
+def assert_greedy(decoder, prompt, **arguments):
+    """Greedily a Decoder writes `generate`'s text, which is returned."""
+    target = decoder.target.model
+    expected = plain_text(target, prompt, **arguments)
+    assert torch.equal(plain_text(target, prompt, custom_generate=decoder, **arguments), expected)
+    return expected
+
+@quick
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_plain_generate(name):
+    """For every architecture, with windows of 12 tokens and a text of 60. The texts of these pairs are rich:
+    of 60 sampled tokens 20 or more differ, later siblings are accepted, runs and rejections are frequent."""
+    target, draft = make_pair(name)
+    steps = []
+    out = sequoia.generate(target, prompt_of(30), assistant_model=draft, tree=BUSHY, max_new_tokens=60,
+                           do_sample=True, top_k=0, generator=seeded(0), on_step=steps.append)
+    accepted = [node for step in steps for node in step.path]
+    later = [node for node in accepted if BUSHY.ranks[node] > 0]
+    assert len(out[0, 30:].unique()) >= 20 and len(later) >= 5 and len(accepted) >= 20
+    assert sum(step.path == [] for step in steps) >= 3 and sum(len(step.path) > 1 for step in steps) >= 4
+    target, draft = make_pair(name, difference=0.05)
+    for tree in (NO_TREE, (16, 5), sequences(3, 4)):
+        steps = []
+        decoder = Decoder(target, draft, tree, on_step=steps.append)
+        assert_greedy(decoder, prompt_of(30), max_new_tokens=30)
+        assert len(set(decoder.target.shapes)) == 1 + (name in TWO_SHAPES)
+        # A draft this near must save steps. The first token is no tree's.
+        assert len(steps) == 30 if tree == NO_TREE else len(steps) < 22
+    # To the end of the context: GPT-2 has no embedding beyond, and deeper nodes must not ask for one.
+    most = decoder.target.context
+    assert_greedy(Decoder(target, draft, (9, 6)), prompt_of(most - 10), max_length=most)
 
 @pytest.fixture(scope="module")
 def bundled():
@@ -1114,69 +912,44 @@ def bundled():
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "target")
     return sequoia.pack(load("target")), sequoia.pack(load("draft")), load("target"), tokenizer
 
-
-def held_out_prompts(tokenizer, length):
-    """From the middle of files of Python's own library."""
-    for module in (heapq, statistics, json.decoder, collections):
-        text = Path(module.__file__).read_text(encoding="utf-8")
-        yield tokenizer(text[len(text) // 2 :], return_tensors="pt")["input_ids"][:, :length]
-
-
-def text_of_seed(target, draft, tree, prompt, seed, prepared=as_it_is, **arguments):
-    decoder = prepared(Decoder(target, draft, tree, "gumbel", seeded(seed)))
+def text_of_seed(target, draft, tree, prompt, seed, **arguments):
+    decoder = Decoder(target, draft, tree, "gumbel", seeded(seed))
     return target.generate(prompt, custom_generate=decoder, **arguments)[0].tolist()
 
-
+@quick
 @pytest.mark.parametrize("name", ["bundled", "llama", "gemma3"])
 def test_a_seed_names_the_text(bundled, name):
     """With every tree, draft and program; of a batch the first row takes the generator's first seed."""
     if name == "bundled":
         target, draft, _, tokenizer = bundled
-        prompt = next(held_out_prompts(tokenizer, 40))
-        torch.manual_seed(0)
-        other = transformers.AutoModelForCausalLM.from_config(draft.config).eval()
+        prompt = tokenizer("import os\n\ndef main(", return_tensors="pt")["input_ids"]
+        other = draft
     else:
         target, draft = make_pair(name)
         prompt = prompt_of(30)
-        other = make_pair(name, difference=0.3)[1]
-    for case, (temperature, top_p, seed) in enumerate(((0.6, 1, 0), (0.6, 0.9, 1), (1, 1, 2), (1, 0.9, 0))):
-        arguments = dict(temperature=float(temperature), top_p=float(top_p), max_new_tokens=24,
-                         do_sample=True, top_k=0, pad_token_id=0)
-        plain = text_of_seed(target, None, Tree([-1]), prompt, seed, **arguments)
-        for i, tree in enumerate((Tree([-1]), sequences(1, 3), (8, 4), (64, 10), "auto")):
-            given = (draft, other)[(i + case) % 2]
-            prepared = (as_it_is, static)[(i + case // 2) % 2]
-            text = text_of_seed(target, given, tree, prompt, seed, prepared, **arguments)
-            assert text == plain, (tree, case)
-        rows = torch.cat([prompt, prompt.flip(1)])
-        assert text_of_seed(target, draft, (8, 4), rows, seed, **arguments) == plain
+        other = make_pair(name, difference=0.6)[1]
+    for temperature, top_p, seed in ((0.6, 1.0, 0), (1.0, 0.9, 1)):
+        arguments = dict(temperature=temperature, top_p=top_p, max_new_tokens=16, do_sample=True, top_k=0,
+                         pad_token_id=0)
+        plain = text_of_seed(target, None, NO_TREE, prompt, seed, **arguments)
+        trees = (NO_TREE, sequences(1, 3), (8, 4), "64x10", "auto")
+        for q, tree in zip(itertools.cycle([draft, other]), trees):
+            assert text_of_seed(target, q, tree, prompt, seed, **arguments) == plain, tree
         assert text_of_seed(target, draft, (8, 4), prompt, seed + 9, **arguments) != plain
-        parts = []
-        streamer = SimpleNamespace(put=lambda ids: parts.extend(ids.flatten().tolist()), end=list)
-        assisted(target, draft, prompt, tree=(8, 4), method="gumbel", generator=seeded(seed),
-                         streamer=streamer, **arguments)
-        assert parts == plain
+    rows = torch.cat([prompt, prompt.flip(1)])
+    assert text_of_seed(target, draft, (8, 4), rows, seed, **arguments) == plain
 
-
-@torch.inference_mode()
-def test_top_p_does_not_lose_the_drafts_tail(bundled):
-    """The best tree of 64x10 yields at most 7% less than without top-p (30% less where the tail is cut)."""
-    prompts = list(held_out_prompts(bundled[3], 128))
-    logits = [torch.cat([model(text).logits[0] for text in prompts]) for model in bundled[:2]]
-    tokens = []
-    for top_p in (1.0, 0.8):
-        how = dict(do_sample=True, temperature=0.2, top_p=top_p)
-        decoder = Decoder(*bundled[:2], (8, 4))
-        bundled[0].generate(prompts[0], custom_generate=decoder, max_new_tokens=1, top_k=0, **how)
-        P = decoder.sampling.scores(logits[0]).softmax(dim=1)
-        q = decoder.sampling.scores(logits[1], draft=True)
-        children = decoder.method.propose(q, 32, seeded(0))
-        ratios = decoder.method.ratios(P, q, children)[0].clamp(max=1)
-        earlier = torch.nn.functional.pad((1 - ratios).cumprod(dim=1)[:, :-1], (1, 0), value=1)
-        rates = (ratios * earlier).mean(dim=0).numpy()
-        tokens.append(expected_tokens(optimal_tree(rates, 64, 10), rates))
-    assert tokens[1] > 0.93 * tokens[0] > 1.5
-
+def test_what_processors_cut_from_a_draft_comes_last_and_is_not_lost():
+    """The target may keep it. Its order stays, and what has no chance at all comes after it."""
+    logits = 3 * torch.randn(50, 64, generator=seeded(0))
+    logits[:, 7] = -math.inf
+    warm = logits.clamp(min=-1000) / 0.7
+    for cut in (transformers.TopPLogitsWarper(0.8), transformers.TopKLogitsWarper(5),
+                transformers.MinPLogitsWarper(0.1)):
+        shaped = sequoia.Sampling(METHODS["sequoia"], [transformers.TemperatureLogitsWarper(0.7), cut])
+        kept = shaped.scores(logits) > -math.inf
+        assert 50 < kept.sum() < 64 * 25
+        assert shaped.scores(logits, draft=True).equal(torch.where(kept, warm, warm - 100))
 
 @pytest.mark.parametrize("method", METHODS)
 def test_below_a_child_that_does_not_exist_there_is_none_and_no_grammar_is_asked_about_it(llama, method):
@@ -1190,229 +963,185 @@ def test_below_a_child_that_does_not_exist_there_is_none_and_no_grammar_is_asked
     decoder = Decoder(*llama, Tree([-1, 0, 0, 0, 1, 2, 3, 3]), method, seeded(0), steps.append)
     llama[0].generate(prompt_of(10), custom_generate=decoder, do_sample=True, max_new_tokens=30,
                       prefix_allowed_tokens_fn=allowed)
-    missing = 0
-    for step, node in product(steps[1:], range(1, 8)):
-        if step.node_tokens[step.tree.parents[node]] < 0:
-            assert step.node_tokens[node] < 0
-            missing += 1
+    below = [step.node_tokens[node] for step in steps[1:] for node in range(1, 8)
+             if step.node_tokens[step.tree.parents[node]] < 0]
     # Those with replacement repeat a child instead.
-    assert missing or METHODS[method].propose is sample_with_replacement
+    assert set(below) == {NONE} or replaces(method) and not below
 
-
-@pytest.mark.parametrize("prepared", [as_it_is, static])
-def test_noise_is_fresh_every_step(llama, monkeypatch, prepared):
-    """No step draws the numbers of an earlier one (the authors' code draws once a prompt)."""
-    drawn = []
-    rand = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda *a, **kwargs: drawn.append(rand(*a, **kwargs)) or drawn[-1])
-    decoder = prepared(Decoder(*llama, (6, 3), generator=seeded(1)))
-    llama[0].generate(prompt_of(8), custom_generate=decoder, max_new_tokens=60, do_sample=True)
-    values = [float(noise.flatten()[0]) for noise in drawn]
-    assert len(values) > 10 and len(set(values)) == len(values)
-
-
-@torch.inference_mode()
-def test_one_decoder_takes_text_after_text_and_records_once_for_a_cache(llama, graphs):
-    """Caches grow. What an earlier text left in them never shows."""
-    decoder = static(Decoder(*llama, Tree([-1, 0, 0, 1, 1, 2, 3])))
-    cases = ((20, 60, 1), (9, 40, 1), (31, 90, 1), (20, 256, 2), (9, 40, 2), (1, 40, 2), (230, 256, 2),
-             (9, 40, 2), (9, 10, 2), (1, 40, 2))
-    for length, max_length, expected_graphs in cases:
-        for model in (decoder.target, decoder.draft):
-            model.store.fill_(torch.nan)
-        prompt = prompt_of(length, seed=length)
-        arguments = dict(max_length=max_length, do_sample=False)
-        out = llama[0].generate(prompt, custom_generate=decoder, **arguments)
-        assert torch.equal(out, llama[0].generate(prompt, **arguments))
-        assert len(graphs) == expected_graphs
-
-
-@pytest.mark.parametrize("where", ["feed", "grow", "place", "logits", "move"])
-@pytest.mark.parametrize("tree", [(9, 4), "auto"])
-def test_a_text_that_is_interrupted_leaves_the_decoder_right(llama, where, tree, monkeypatch):
-    """Broken off in the first call of a part of the step, in the second, and in a later one."""
-    working = getattr(sequoia.CachedModel, where)
-    decoder = Decoder(*llama, tree)
-    arguments = dict(max_new_tokens=20, do_sample=False)
-    for last in (1, 2, 7):
-        calls = []
-
-        def interrupted(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == last:
-                raise KeyboardInterrupt
-            return working(*args, **kwargs)
-
-        monkeypatch.setattr(sequoia.CachedModel, where, interrupted)
-        prompt = prompt_of(10, seed=last)
-        with contextlib.suppress(KeyboardInterrupt):
-            llama[0].generate(prompt, custom_generate=decoder, **arguments)
-            assert len(calls) < last
-        monkeypatch.setattr(sequoia.CachedModel, where, working)
-        out = llama[0].generate(prompt, custom_generate=decoder, **arguments)
-        assert torch.equal(out, llama[0].generate(prompt, **arguments))
-
-
+@quick
 def test_a_decoder_kept_over_calls_gives_the_text_a_fresh_one_gives(llama):
-    """Whatever way of sampling the call before asked for, and with a graph that holds on to it."""
+    """Whatever way of sampling the call before asked for, and with a graph that holds on to it. Another way
+    has other acceptance rates, so its planner is another."""
     generator = torch.Generator()
-    tree = sequences(2, 3)
-    kept = static(Decoder(*llama, tree, generator=generator))
     changes = [{}, {}, dict(temperature=0.5), dict(temperature=0.5, top_p=0.8), dict(top_k=9), dict(top_k=8),
                dict(do_sample=False), dict(repetition_penalty=1.5), dict(bad_words_ids=[[3]]), {},
                dict(bad_words_ids=[[4]]), {}]
-    for i, change in enumerate(changes):
-        texts = []
-        for decoder in (kept, static(Decoder(*llama, tree, generator=generator))):
-            generator.manual_seed(i)
-            arguments = dict(max_new_tokens=24, custom_generate=decoder, do_sample=True) | change
-            texts.append(llama[0].generate(prompt_of(6 + 3 * i % 8), **arguments).tolist())
-        assert texts[0] == texts[1], change
-
+    planners = []
+    with form_of("recorded") as graphs:
+        kept = Decoder(*llama, sequences(2, 3), generator=generator)
+        kept.cuda_graph = True
+        for i, change in enumerate(changes):
+            texts = []
+            for decoder in (kept, Decoder(*llama, sequences(2, 3), generator=generator)):
+                generator.manual_seed(i)
+                arguments = dict(max_new_tokens=24, custom_generate=decoder, do_sample=True) | change
+                texts.append(llama[0].generate(prompt_of(6 + 3 * i % 8), **arguments).tolist())
+            assert texts[0] == texts[1], change
+            planners.append(kept.planner)
+        assert 4 <= len(graphs) < len(changes)
+    same = [i for i in range(1, 12) if planners[i] is planners[i - 1]]
+    # The second, and that which forbids a word after one that penalises repetition.
+    assert same == [1, 8]
 
 def test_vocabularies_padded_to_different_lengths():
     target, draft = make_pair("llama")
-    expected = target.generate(prompt_of(10), max_new_tokens=20, do_sample=False)
     for size in (60, 70):
         draft.resize_token_embeddings(size)
         steps = []
-        ours = dict(max_new_tokens=20, do_sample=False, tree=sequences(61, 1), on_step=steps.append)
-        assert torch.equal(assisted(target, draft, prompt_of(10), **ours), expected)
-        # Nothing is proposed beyond the target's. What the draft does not have comes last.
-        for step in steps:
-            assert max(step.node_tokens[1:], default=0) < 64 and -1 not in step.node_tokens
+        assert_greedy(Decoder(target, draft, sequences(61, 1), on_step=steps.append), prompt_of(10),
+                      max_new_tokens=20)
+        # Nothing is proposed beyond the target's vocabulary, and last what the draft does not have.
+        for step in steps[1:]:
+            assert len({*step.node_tokens[1:]}) == 61 and max(step.node_tokens) < 64
+            assert max(step.node_tokens[1:61]) < size
         for method in METHODS:
-            ours = dict(max_new_tokens=20, do_sample=True, tree=(9, 4), method=method)
-            out = assisted(target, draft, prompt_of(10), **ours)
+            out = sequoia.generate(target, prompt_of(10), assistant_model=draft, tree=(9, 4), method=method,
+                                   do_sample=True, max_new_tokens=20)
             assert out.shape == (1, 30) and out.max() < 64
 
-
-@pytest.mark.parametrize("broken", [0, 1])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, do_sample):
-    """Nor is a text refused that ends where no token is possible any more."""
+@pytest.mark.parametrize("broken, steps", [(0, 0), (0, 3), (1, 0), (1, 3)])
+def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, steps):
+    """From the prompt on, or after three steps."""
     pair = make_pair("llama")
-    end = transformers.SuppressTokensAtBeginLogitsProcessor(range(64), 30)
-    expected = pair[0].generate(prompt_of(10), do_sample=False, max_new_tokens=20)
+    weight = pair[broken].lm_head.weight.data
+    whole = weight.clone()
 
-    def spoil(module, inputs, output):
+    def spoil(step):
         if next(fine, None) is None:
-            output.logits.fill_(math.nan)
+            weight.fill_(math.nan)
 
-    for method in METHODS:
-        decoder = Decoder(*pair, Tree([-1, 0, 1, 1, 2]), method)
-        arguments = dict(custom_generate=decoder, max_new_tokens=20)
-        for passes, processors in ((0, [end]), (4, [])):
-            fine = iter(range(passes))
-            with pair[broken].register_forward_hook(spoil), pytest.raises(ValueError, match="NaN"):
-                pair[0].generate(prompt_of(10), do_sample=do_sample, **arguments)
-            out = pair[0].generate(prompt_of(10), do_sample=False, logits_processor=processors, **arguments)
-            assert torch.equal(out, expected)
-
+    for method, do_sample in product(METHODS, (False, True)):
+        decoder = Decoder(*pair, Tree([-1, 0, 1, 1, 2]), method, on_step=spoil)
+        fine = iter(range(steps))
+        spoil(None)
+        with pytest.raises(ValueError, match="NaN"):
+            pair[0].generate(prompt_of(10), do_sample=do_sample, custom_generate=decoder, max_new_tokens=20)
+        weight.copy_(whole)
+        fine = itertools.count()
+        assert_greedy(decoder, prompt_of(10), max_new_tokens=20)
 
 @pytest.mark.parametrize("tree", [(9, 4), sequences(2, 5), "auto"], ids=str)
-@pytest.mark.parametrize("length", [5, 31, 32, 33, 60])
-def test_a_draft_whose_context_ends_gives_way_to_plain_steps(llama, tree, length):
+def test_a_draft_whose_context_ends_gives_way_to_plain_steps(llama, tree):
     draft = make_pair(transformers.GPT2Config(**GPT2 | dict(n_positions=32)))[1]
-    arguments = dict(max_new_tokens=50, do_sample=False)
-    expected = llama[0].generate(prompt_of(length), **arguments)
-    for prepared in (as_it_is, static):
-        decoder = prepared(Decoder(llama[0], draft, tree))
-        out = llama[0].generate(prompt_of(length), custom_generate=decoder, **arguments)
-        assert torch.equal(out, expected)
-
+    for length in (5, 31, 32, 33, 60):
+        assert_greedy(Decoder(llama[0], draft, tree), prompt_of(length), max_new_tokens=30)
 
 @pytest.mark.parametrize("kind", ["Phi3", "Gemma3Text"])
 def test_a_text_may_come_up_to_the_switch_of_longrope_and_not_beyond(kind):
     """With a tree of five levels: nodes beyond the switch must not switch the pass."""
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
                 original_max_position_embeddings=40)
-    settings = dict(GQA, original_max_position_embeddings=40, rope_parameters=rope)
+    given = dict(GQA, original_max_position_embeddings=40, rope_parameters=rope)
     if kind == "Gemma3Text":
         kinds = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
-        settings = dict(HEAD, sliding_window=12, layer_types=[*kinds], rope_parameters=kinds)
-    target, draft = make_pair(getattr(transformers, f"{kind}Config")(**settings))
-    ours = dict(do_sample=False, custom_generate=sequoia.decode, draft=draft, tree=sequences(3, 4))
+        given = dict(HEAD, sliding_window=12, layer_types=[*kinds], rope_parameters=kinds)
+    target, draft = make_pair(getattr(transformers, f"{kind}Config")(**given))
+    decoder = Decoder(target, draft, sequences(3, 4))
     for length in (20, 40):
-        expected = target.generate(prompt_of(length), max_length=41, do_sample=False)
-        assert torch.equal(target.generate(prompt_of(length), max_length=41, **ours), expected)
+        assert_greedy(decoder, prompt_of(length), max_length=41)
     with pytest.raises(ValueError, match="up to 40 tokens; the prompt has 20, .* up to 42"):
-        target.generate(prompt_of(20), max_length=42, **ours)
+        plain_text(target, prompt_of(20), max_length=42, custom_generate=decoder)
 
+LONG = transformers.LlamaConfig(**GQA | dict(max_position_embeddings=2**16))
 
 def test_caches_are_as_large_as_the_text_and_a_chain_of_1100_needs_no_recursion():
     """The caches, where max_new_tokens slots would be 26 MB."""
     target, draft = make_pair(LONG)
-    arguments = dict(max_new_tokens=50_000, do_sample=False, pad_token_id=0)
-    arguments["eos_token_id"] = int(target.generate(prompt_of(12), max_new_tokens=1, do_sample=False)[0, -1])
+    end = int(plain_text(target, prompt_of(12), max_new_tokens=1)[0, -1])
     decoder = Decoder(target, draft)
-    assert target.generate(prompt_of(12), custom_generate=decoder, **arguments).shape == (1, 13)
+    assert_greedy(decoder, prompt_of(12), max_new_tokens=50_000, eos_token_id=end, pad_token_id=0)
     assert 0 < decoder.target.store.nbytes + decoder.draft.store.nbytes <= 2**18
-    arguments = dict(max_new_tokens=4, do_sample=True, tree=chain(1100))
     for method in ("sequoia", "traversal"):
-        assert assisted(target, draft, prompt_of(8), method=method, **arguments).shape == (1, 12)
+        out = sequoia.generate(target, prompt_of(8), assistant_model=draft, method=method, tree=chain(1100),
+                               max_new_tokens=2, do_sample=True)
+        assert out.shape == (1, 10)
 
+@contextlib.contextmanager
+def watched_passes(model):
+    """Gives a list: for each pass of a model, after how many tokens it was asked for logits."""
+    rows = []
+    head = model.lm_head
 
-def test_a_capture_that_fails_is_one_warning_and_generates_text(llama, monkeypatch):
-    def capture(graph):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+    def forward(states):
+        rows.append(states.shape[1])
+        return torch.nn.functional.linear(states, head.weight)
 
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with mock.patch.object(head, "forward", forward):
+        yield rows
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 185, 186, 187, 191, 192, 193])
+def test_a_fresh_decoder_takes_prompts_of_any_length(llama, length):
+    """Shorter than what is probed, and near the caches' first size. Of a prompt few logits are asked for."""
     decoder = Decoder(*llama, (9, 4))
-    decoder.cuda_graph = True
-    arguments = dict(max_new_tokens=40, do_sample=False)
-    with pytest.warns(UserWarning, match="without a CUDA graph: operation .* capturing") as caught:
-        for seed in range(3):
-            out = llama[0].generate(prompt_of(12, seed=seed), custom_generate=decoder, **arguments)
-            assert torch.equal(out, llama[0].generate(prompt_of(12, seed=seed), **arguments))
-    assert 1 <= len(caught) <= 6
+    with watched_passes(llama[0]) as rows:
+        plain_text(llama[0], prompt_of(length), max_new_tokens=1, custom_generate=decoder)
+    assert rows == [min(length, 6)]
+    assert_greedy(decoder, prompt_of(length), max_new_tokens=4)
+    assert decoder.probed == (length >= 6)
 
+@quick
+def test_a_capture_that_fails_is_one_warning_and_generates_text(llama):
+    error = RuntimeError("operation not permitted when stream is capturing\nand more")
+    with form_of("recorded"), mock.patch.object(torch.cuda, "graph", side_effect=error):
+        decoder = Decoder(*llama, (9, 4))
+        decoder.cuda_graph = True
+        with pytest.warns(UserWarning, match="without a CUDA graph: operation .* capturing") as caught:
+            assert_greedy(decoder, prompt_of(12), max_new_tokens=14)
+        assert len(caught) == 1 and not decoder.program.static
 
 def test_a_streamer_gets_every_token_when_it_is_there_and_the_first_after_one_pass(llama):
-    passes = []
     given = []
-    streamer = SimpleNamespace(put=lambda ids: given.append((len(passes), ids.flatten().tolist())),
-                               end=lambda: given.append("end"))
-    with llama[0].register_forward_hook(lambda *_: passes.append(1)):
-        out = assisted(*llama, prompt_of(10), max_new_tokens=24, do_sample=False, streamer=streamer)
+    with watched_passes(llama[0]) as passes:
+        streamer = SimpleNamespace(put=lambda ids: given.append((len(passes), ids.flatten().tolist())),
+                                   end=lambda: given.append("end"))
+        out = sequoia.generate(llama[0], prompt_of(10), assistant_model=llama[1], max_new_tokens=24,
+                               do_sample=False, streamer=streamer)
     assert given.pop() == "end"
     counts, ids = zip(*given)
-    # The prompt comes first. Every pass yields a token, but for the two of the probe, after the first token.
+    # The prompt comes first. Every pass but the probe's two, after the first, yields a token.
     assert ids[0] == prompt_of(10)[0].tolist() and sum(ids, []) == out[0].tolist()
-    assert counts[:2] == (0, 1) and set(counts) == {0, 1, *range(4, len(passes) + 1)} and len(counts) == 25
-
+    assert counts[0] == 0 and set(counts) == {0, 1, *range(4, len(passes) + 1)} and len(counts) == 25
 
 def test_a_decoder_in_use_takes_no_second_text(llama):
-    decoder = Decoder(*llama, (9, 4))
-    refused = []
-
-    def enter(ids, scores, **kwargs):
+    def enter(step):
         with pytest.raises(RuntimeError, match="in use"):
-            llama[0].generate(prompt_of(9), max_new_tokens=9, custom_generate=decoder)
-        refused.append(1)
-        return torch.zeros(1, dtype=torch.bool)
+            plain_text(llama[0], prompt_of(9), max_new_tokens=9, custom_generate=decoder)
 
-    arguments = dict(max_new_tokens=9, do_sample=False)
-    expected = llama[0].generate(prompt_of(12), **arguments)
-    for criteria in ([enter], []):
-        ours = dict(arguments, custom_generate=decoder, stopping_criteria=criteria)
-        assert torch.equal(llama[0].generate(prompt_of(12), **ours), expected)
-    assert len(refused) == 9
-
+    decoder = Decoder(*llama, (9, 4), on_step=enter)
+    assert_greedy(decoder, prompt_of(12), max_new_tokens=9)
+    assert_greedy(decoder, prompt_of(12), max_new_tokens=9)
 
 NEO = transformers.GPTNeoConfig(**SMALL | dict(num_layers=2, num_heads=4, window_size=12),
                                 attention_types=[[["global", "local"], 1]])
 T5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+LLAMA4 = transformers.Llama4TextConfig(**HEAD, intermediate_size_mlp=48, num_local_experts=2)
 PAIR = make_pair("gpt2")
 LLAMA = make_pair("llama")[1]
 UNFIT = [transformers.T5ForConditionalGeneration(T5)]
-UNFIT += [make_pair("llama")[0] for _ in range(2)]
-for _config in (NEO, transformers.BloomConfig(**SMALL), transformers.MambaConfig(**SMALL),
-                transformers.OpenAIGPTConfig(**GPT2)):
-    UNFIT.append(transformers.AutoModelForCausalLM.from_config(_config))
+UNFIT += [make_pair(name)[0] for name in ("llama", "llama", "mixtral", "qwen2")]
 UNFIT[1].model.layers[1].to("meta")
 UNFIT[2].config._attn_implementation = "flex_attention"
+UNFIT[3].config.output_router_logits = True
+UNFIT[4].train().model.gradient_checkpointing = True
+UNFIT += map(transformers.AutoModelForCausalLM.from_config, (
+    transformers.MambaConfig(**SMALL), NEO, transformers.BloomConfig(**SMALL), LLAMA4,
+    transformers.OpenAIGPTConfig(**GPT2), transformers.FalconConfig(**SMALL, alibi=True)))
 
+class OwnInputs(transformers.LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids, **given):
+        return super().prepare_inputs_for_generation(input_ids.flip(1), **given)
+
+UNFIT.append(OwnInputs(config_of("llama")))
 
 @pytest.mark.parametrize("model", UNFIT, ids=lambda model: type(model).__name__)
 def test_a_model_that_is_not_fit_for_trees_is_refused_by_its_name(model):
@@ -1420,107 +1149,147 @@ def test_a_model_that_is_not_fit_for_trees_is_refused_by_its_name(model):
         with pytest.raises(ValueError, match=f"{type(model).__name__} .*(tree|must be on one device)"):
             Decoder(target, draft)
 
+GEMMA3 = transformers.Gemma3Config(
+    text_config=dict(TWO_KINDS, max_position_embeddings=64, tie_word_embeddings=False), image_token_index=63,
+    boi_token_index=62, eoi_token_index=61, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                       image_size=28, patch_size=14), mm_tokens_per_image=4, tie_word_embeddings=False)
 
-def probed(target, draft):
+@quick
+def test_a_model_with_images_is_its_text_model():
+    """Its windows and its context stand in the text model's configuration, its layers are offloaded."""
+    torch.manual_seed(0)
+    target = transformers.AutoModelForImageTextToText.from_config(GEMMA3).eval()
+    for weight in target.parameters():
+        weight.data *= 4
+    decoder = Decoder(target, make_pair("gemma3")[1], (9, 4))
+    expected = assert_greedy(decoder, prompt_of(30, 60), max_new_tokens=30)
+    with pytest.raises(ValueError, match="up to 64 tokens"):
+        plain_text(target, prompt_of(30, 60), max_length=66, custom_generate=decoder)
+    sequoia.offload(target, "cpu")
+    assert plain_text(target, prompt_of(30, 60), max_new_tokens=30).equal(expected)
+    hooked = {name for name, module in target.named_modules() if module._forward_pre_hooks}
+    assert len(hooked) == 2 and all("language_model.layers" in name for name in hooked)
+
+def assert_probed(target, draft):
+    """A text that ends after the probe, with a target that passes it, is `generate`'s."""
     decoder = Decoder(target, draft, (9, 4))
-    out = target.generate(prompt_of(20), custom_generate=decoder, max_new_tokens=12, do_sample=False)
+    assert_greedy(decoder, prompt_of(20), max_new_tokens=12)
     assert decoder.probed
-    return out
 
+def mask_vocabulary(model):
+    """Some models give a part of their vocabulary a large negative constant."""
+    def hook(module, inputs, output):
+        output.logits[..., 40:] -= 1e9
+
+    model.register_forward_hook(hook)
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *FURTHER])
-def test_the_probe_passes_models_that_are_fit_in_both_dtypes(name):
+def test_the_probe_passes_models_that_are_fit_in_all_dtypes(name, monkeypatch):
+    """In float64, too, where some models compute some numbers in float32. Checkpointing is for training."""
     target, draft = make_pair(name)
-    expected = target.generate(prompt_of(20), max_new_tokens=12, do_sample=False)
-    assert torch.equal(probed(target, draft), expected)
-    target.bfloat16()
-    probed(target, draft.bfloat16())
-    # Some models give float32 logits whatever they compute in.
-    target.register_forward_hook(lambda module, inputs, output: output | dict(logits=output.logits.float()))
-    probed(target, draft)
+    for module in target.modules():
+        module.gradient_checkpointing = True
+    assert_probed(target, draft)
+    monkeypatch.setattr(sequoia, "is_foreign", lambda function: False)
+    for dtype in [torch.float32, torch.bfloat16] + [torch.float64] * (name not in MIXTURES):
+        target, draft = (model.to(dtype) for model in make_pair(name))
+        for text in range(2):
+            decoder = Decoder(target, draft, (9, 4))
+            plain_text(target, prompt_of(20), custom_generate=decoder, max_new_tokens=2)
+            assert decoder.probed
+            mask_vocabulary(target)
 
+def dropped_mask(target):
+    layer = target.model.layers[-1].self_attn
+    layer.register_forward_pre_hook(lambda *given: (given[1], given[2] | dict(attention_mask=None)),
+                                    with_kwargs=True)
+
+def steered(target, alone=False):
+    """What activation steering adds to the last position's state, or to that of passes over one token."""
+    def hook(module, inputs, output):
+        if output.shape[1] == 1 or not alone:
+            output[:, -1] += output.std() * torch.linspace(-3, 3, output.shape[-1], dtype=output.dtype)
+        return output
+
+    target.model.layers[0].register_forward_hook(hook)
 
 ROBERTA = transformers.RobertaConfig(**SMALL, is_decoder=True)
+SPOILT = {"dropped mask": dropped_mask, "steered": steered,
+          "steered alone": functools.partial(steered, alone=True), "roberta": ROBERTA, "gpt-neo": NEO}
 
-
-@pytest.mark.parametrize("config, dtype", [
-    (ROBERTA, torch.float32), (ROBERTA, torch.bfloat16), (NEO, torch.float32), (None, torch.float32),
-    (None, torch.bfloat16)])
-def test_the_probe_refuses_what_masks_or_counts_in_its_own_way(config, dtype, monkeypatch):
-    """GPT-Neo's name is known. Here the probe alone finds it."""
+@quick
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPOILT)
+def test_the_probe_refuses_what_masks_or_counts_in_its_own_way(name, dtype, masked, monkeypatch):
+    """And hooks on the last position. GPT-Neo's name is known, and hooks are refused: here the probe alone
+    finds them. After a prompt that is too short to tell, the next one is probed."""
+    if name == "gpt-neo" and dtype == torch.bfloat16:
+        pytest.skip("in bfloat16 its rounding hides it, which is why its name is known")
     monkeypatch.setattr(sequoia, "attention_windows", lambda model: {"full_attention": None})
-    target, draft = make_pair(config or config_of("llama"))
-    if config is None:
-        # A last layer whose mask is dropped.
-        layer = target.model.layers[-1].self_attn
-        layer.register_forward_pre_hook(lambda *given: (given[1], given[2] | dict(attention_mask=None)),
-                                        with_kwargs=True)
-    with pytest.raises(ValueError, match=f"{type(target).__name__} cannot verify a tree: distributions differ"):
-        probed(target.to(dtype), draft.to(dtype))
-
+    monkeypatch.setattr(sequoia, "is_foreign", lambda function: False)
+    config = SPOILT[name] if name in ("roberta", "gpt-neo") else "llama"
+    target, draft = (model.to(dtype) for model in make_pair(config))
+    if config == "llama":
+        SPOILT[name](target)
+    if masked:
+        mask_vocabulary(target)
+    decoder = Decoder(target, draft, (9, 4))
+    for length in (1, 2, 20):
+        expected = pytest.raises(ValueError, match=f"{type(target).__name__} cannot verify a tree: dist")
+        with contextlib.suppress(ValueError) if length < 20 else expected:
+            plain_text(target, prompt_of(length), custom_generate=decoder, max_new_tokens=12)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-
 @needs_cuda
-@pytest.mark.parametrize("tree", [Tree([-1]), (16, 5), k_ary(2, 4)])
 @pytest.mark.parametrize("method", METHODS)
-def test_texts_with_and_without_a_graph_are_identical_and_one_graph_serves_all(tree, method, monkeypatch):
-    graphs = []
-    graph = torch.cuda.CUDAGraph
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(graph()) or graphs[-1])
-    target, draft = (model.cuda() for model in make_pair("llama"))
-    generator = torch.Generator("cuda")
-    decoders = [Decoder(target, draft, tree, method, generator, cuda_graph=graph) for graph in (True, False)]
-    for do_sample, length in product((False, True), (20, 9, 31, 20)):
-        texts = []
-        prompt = prompt_of(length, seed=length).cuda()
-        arguments = dict(max_new_tokens=60, do_sample=do_sample)
-        for decoder in decoders:
-            generator.manual_seed(0)
-            texts.append(target.generate(prompt, custom_generate=decoder, **arguments))
-        assert torch.equal(*texts)
-        if not do_sample:
-            assert torch.equal(texts[0], target.generate(prompt, **arguments))
-    assert len(graphs) <= 3
+def test_texts_with_and_without_a_graph_are_identical_on_a_gpu(method):
+    pair = [model.cuda() for model in make_pair("llama")]
+    texts = []
+    for cuda_graph, length in product((True, False), (20, 9, 31)):
+        decoder = Decoder(*pair, (16, 5), method, seeded(0, "cuda"), cuda_graph=cuda_graph)
+        prompt = prompt_of(length).cuda()
+        out = pair[0].generate(prompt, custom_generate=decoder, max_new_tokens=60, do_sample=True)
+        texts.append(out.tolist())
+        assert (decoder.program.graph is not None) == cuda_graph
+        assert_greedy(decoder, prompt, max_new_tokens=60)
+    # What is not recorded draws the target's tokens node by node.
+    assert texts[:3] == texts[3:] or method in ("naive", "topk")
 
+# --- 8  Behind model.generate -------------------------------------------------------------------------------
 
-# --- 6b  Behind model.generate ------------------------------------------------------------------------------
-
-
+@quick
 def test_eos_inside_an_accepted_run_ends_the_text(llama):
-    plain = llama[0].generate(prompt_of(10), max_new_tokens=40, do_sample=False)[0]
+    plain = plain_text(llama[0], prompt_of(10), max_new_tokens=40)[0]
+    decoder = Decoder(*llama, (16, 5))
     for end in set(plain[10:].tolist()):
-        arguments = dict(max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0)
-        out = assisted(*llama, prompt_of(10), tree=(16, 5), **arguments)
-        assert torch.equal(out, llama[0].generate(prompt_of(10), **arguments))
+        assert_greedy(decoder, prompt_of(10), max_new_tokens=40, eos_token_id=end, pad_token_id=0)
 
+def at_17(ids, scores, **kwargs):
+    return torch.full((len(ids),), ids.shape[1] >= 17)
 
+@quick
 def test_drop_in_for_generate(llama):
     target, draft = llama
-    arguments = dict(max_new_tokens=20, custom_generate=sequoia.decode, draft=draft, tree=(9, 4))
-    out = target.generate(prompt_of(10), do_sample=True, num_return_sequences=3, **arguments)
+    ours = dict(max_new_tokens=20, custom_generate=sequoia.decode, draft=draft, tree=(9, 4))
+    out = target.generate(prompt_of(10), do_sample=True, num_return_sequences=3, **ours)
     assert out.shape == (3, 30) and len(set(map(tuple, out.tolist()))) > 1
-    out += 1
-    out = target.generate(prompt_of(10), do_sample=False, return_dict_in_generate=True, **arguments)
-    assert torch.equal(out.sequences, target.generate(prompt_of(10), do_sample=False, max_new_tokens=20))
-
-    def at_17(ids, scores, **kwargs):
-        return torch.full((len(ids),), ids.shape[1] >= 17)
-
-    out = target.generate(prompt_of(10), do_sample=False, stopping_criteria=[at_17], **arguments)
-    assert out.shape == (1, 17)
+    out = target.generate(prompt_of(10), do_sample=False, return_dict_in_generate=True, **ours)
+    assert torch.equal(out.sequences, plain_text(target, prompt_of(10), max_new_tokens=20))
+    for call in (functools.partial(target.generate, **ours),
+                 functools.partial(sequoia.generate, target, assistant_model=draft, max_new_tokens=20)):
+        assert call(inputs=prompt_of(10), stopping_criteria=[at_17]).shape == (1, 17)
     with pytest.raises(ValueError, match="another target"):
-        target.generate(prompt_of(10), custom_generate=Decoder(draft, target))
+        target.generate(prompt_of(10), custom_generate=Decoder(draft, target), max_new_tokens=20)
 
-
+@quick
 def test_left_padded_batch_equals_generate(llama):
     """Each row has its own grammar, end, padding and, where there is no time, a first token."""
     rows = [prompt_of(length, seed=length)[0].tolist() for length in (5, 9, 12)]
     ids = torch.tensor([[0] * (12 - len(row)) + row for row in rows])
-    inputs = dict(input_ids=ids, attention_mask=(ids > 0).long())
-    end = int(llama[0].generate(**inputs, max_new_tokens=4, do_sample=False)[0, -1])
-    decoder = Decoder(*llama, (9, 4))
+    end = int(plain_text(llama[0], ids, attention_mask=(ids > 0).long(), max_new_tokens=4)[0, -1])
 
     def allowed(row, text):
         assert text[:12].equal(ids[row])
@@ -1528,64 +1297,79 @@ def test_left_padded_batch_equals_generate(llama):
 
     for arguments in (dict(), dict(repetition_penalty=1.3), dict(prefix_allowed_tokens_fn=allowed),
                       dict(max_time=0.0), dict(eos_token_id=end)):
-        arguments.update(max_new_tokens=20, do_sample=False, pad_token_id=33)
-        out = llama[0].generate(**inputs, custom_generate=decoder, **arguments)
-        assert torch.equal(out, llama[0].generate(**inputs, **arguments))
+        out = assert_greedy(Decoder(*llama, (9, 4)), ids, attention_mask=(ids > 0).long(), max_new_tokens=20,
+                            pad_token_id=33, **arguments)
         assert ("max_time" in arguments) == (out.shape[1] == 13)
     assert 33 in out[:, -1]
 
-
-def test_stop_string_inside_an_accepted_run_ends_the_text(bundled):
+def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     target, draft, plain, tokenizer = bundled
     ids = tokenizer("import os\n\ndef main(", return_tensors="pt")["input_ids"]
     arguments = dict(max_new_tokens=40, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
-    out = assisted(target, draft, ids, tree=(16, 5), **arguments)
+    out = sequoia.generate(target, ids, assistant_model=draft, tree=(16, 5), **arguments)
     assert torch.equal(out, plain.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
-
+    # Without an EOS token `generate` goes on with a row that a string has ended.
+    with pytest.raises(ValueError, match="StopStringCriteria in a batch"):
+        sequoia.generate(llama[0], TWO_ROWS, assistant_model=llama[1], **arguments)
 
 def mask(*padding):
     return torch.ones(1, 12).long().index_fill(1, torch.tensor(padding).long(), 0)
 
+class Odd(transformers.TemperatureLogitsWarper):
+    """Reads the text, which its base class does not."""
 
-DEAF = transformers.TextStreamer(None, skip_prompt=True)
+    def __call__(self, input_ids, scores):
+        return scores.roll(1, dims=1) if input_ids.sum() % 2 else scores
+
+def editing(ids, scores, **kwargs):
+    ids[:, -1] = 5
+    return torch.zeros(len(ids), dtype=torch.bool)
+
 PLAIN = dict(tree="auto", draft=None)
 TWO_ROWS = torch.cat([prompt_of(12), prompt_of(12, seed=1)])
 SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(ngram_len=5, keys=[3, 5, 7])
 GREEN = transformers.WatermarkingConfig(bias=4.0)
 STOP = transformers.GenerationConfig(stop_strings=["a"])
+FEWER = make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=58)))[1]
+TOO_FEW = make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=57)))[1]
 # What is given to generate, as draft, tree and method, or prompt; and the error's words, or generate's text.
 TEXT = None
 CALLS = [({name: value}, name) for name, value in dict(
-        pixel_values=torch.zeros(1, 3, 8, 8), position_ids=torch.arange(3, 15)[None],
-        inputs_embeds=torch.ones(1, 12, 32), banana=1, dola_layers="low", num_beams=2, force_words_ids=[[5]],
-        past_key_values=transformers.DynamicCache(), prompt_lookup_num_tokens=3,
-        output_scores=True, output_attentions=True).items()]
+        pixel_values=torch.zeros(1, 3, 8, 8), position_ids=torch.arange(3, 15)[None], banana=1,
+        inputs_embeds=torch.ones(1, 12, 32), past_key_values=transformers.DynamicCache()).items()]
 CALLS += [(given, TEXT) for given in (
-        dict(pixel_values=None), dict(assistant_model=LLAMA), dict(tree="9x4"), dict(use_cache=False), PLAIN, dict(PLAIN, guidance_scale=1.5),
+        dict(pixel_values=None), dict(use_cache=False), PLAIN, dict(PLAIN, guidance_scale=1.5),
         dict(watermarking_config=GREEN), dict(prompt=prompt_of(1)), dict(tree=sequences(70, 2)),
-        dict(logits_processor=[lambda i, p: p.roll(1)]), dict(prompt=prompt_of(12).int()),
-        dict(attention_mask=mask(0, 1)), dict(cache_implementation="static"))]
-# Processors that read the text see each node's own path.
+        dict(prompt=prompt_of(12).int()), *(dict(attention_mask=mask(*range(n))) for n in (2, 11)),
+        dict(cache_implementation="static"), dict(tree="9x4"), dict(tree="none"), dict(draft=FEWER),
+        dict(method=METHODS["topk"]), dict(position_ids=torch.arange(12)[None]), dict(num_beams=1),
+        dict(prompt=prompt_of(250), max_new_tokens=7), dict(stopping_criteria=[at_17]),
+        dict(prompt=TWO_ROWS, eos_token_id=9, pad_token_id=0), dict(prompt=TWO_ROWS, max_time=60.0))]
+# Processors see each node's own path, and may be of any dtype.
 CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
         dict(repetition_penalty=1.5), dict(no_repeat_ngram_size=2), dict(bad_words_ids=[[5], [7, 9]]),
         dict(min_new_tokens=15, eos_token_id=list(range(2, 40))), dict(sequence_bias=[[[11, 12], 9.0]]),
-        dict(prefix_allowed_tokens_fn=lambda i, ids: list(range(2 + len(ids) % 5, 64, 2))))]
-CALLS += [(dict(attention_mask=given), "on the left") for given in (mask(3), 0 * mask(), 2 * mask(0))]
+        dict(prefix_allowed_tokens_fn=lambda i, ids: list(range(2 + len(ids) % 5, 64, 2))),
+        dict(logits_processor=[lambda i, p: p.roll(1)]), dict(logits_processor=[Odd(1.0)]),
+        dict(logits_processor=[lambda i, p: p.double()]), dict(logits_processor=[lambda i, p: p.bfloat16()]))]
+CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * mask(), 2 * mask(0), mask(11))]
 CALLS += [
     (dict(guidance_scale=1.5), "Guidance"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "Guidance"),
     (dict(watermarking_config=SYNTH_ID), "SynthID"), (dict(prompt=prompt_of(12)[:, :0]), "is empty"),
-    (dict(prompt=torch.tensor([[-1, 64]])), "0 to 63, got -1 to 64"),
-    (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha"), (dict(generation_config=STOP), "tokenizer"),
-    (dict(max_new_tokens=300), "up to 256 .* has 12, .* 312"), (dict(draft=None), "got NoneType"),
-    (dict(cache_implementation="quantized"), "quant"), (dict(draft="name"), "name; got str"),
+    (dict(prompt=torch.tensor([[5, 64]])), "0 to 63, got 5 to 64"),
+    (dict(prompt=torch.tensor([[-1, 63]])), "0 to 63, got -1 to 63"),
+    (dict(generation_config=STOP), "tokenizer"), (dict(max_new_tokens=246), "up to 256 .* has 12, .* 258"),
+    (dict(draft=None), "got NoneType"), (dict(draft="x"), "name; got str"), (dict(draft=...), "needs draft="),
     (dict(draft=LLAMA.model), "language model .* LlamaModel"), (dict(method="x"), "got 'x'"),
-    (dict(draft=torch.compile(LLAMA)), "compiled .* OptimizedModule"), (dict(tree="9x"), "tree must"),
-    (dict(tree=(100, 2)), "no such tree has 100 nodes")]
+    (dict(draft=TOO_FEW), "one vocabulary"),
+    (dict(tree=(100, 2)), "no such tree has 100"), (dict(stopping_criteria=[editing]), "changes the text"),
+    (dict(prompt=TWO_ROWS, stopping_criteria=[at_17]), "function in a batch"),
+    (dict(prompt=TWO_ROWS, stopping_criteria=[at_17], eos_token_id=9), "function in a batch")]
 
-
+@quick
 @pytest.mark.parametrize("given, words", CALLS, ids=[",".join(given) for given, _ in CALLS])
 def test_an_unusual_call_gives_generates_text_or_says_what_is_wrong(given, words):
-    """Before the first step."""
+    """Before the first step, or the second token."""
     target, draft = PAIR
     steps = []
     given = dict(max_new_tokens=20, do_sample=False) | given
@@ -1595,16 +1379,89 @@ def test_an_unusual_call_gives_generates_text_or_says_what_is_wrong(given, words
         ours[name] = given.pop(name, ours.get(name, "sequoia"))
     if words is TEXT:
         expected = target.generate(prompt, **copy.deepcopy(given))
-        assert torch.equal(target.generate(prompt, **ours, **given), expected) and steps
+        out = target.generate(prompt, **ours, **given)
+        assert torch.equal(out, expected) and out.dtype == expected.dtype and steps
         return
     with pytest.raises((ValueError, RuntimeError, ImportError, NotImplementedError), match=words):
         target.generate(prompt, **ours, **given)
-    assert not steps
+    assert len(steps) == ("changes" in words)
 
+ASKED = dict(assistant_early_exit=2, constraints=[1], dola_layers="low", force_words_ids=[[5]],
+             output_attentions=True, output_hidden_states=True, output_logits=True, output_scores=True,
+             penalty_alpha=0.6, prompt_lookup_num_tokens=3, token_healing=True, use_mtp=True, num_beams=2,
+             cache_implementation="quantized")
 
-# --- 7  The planner -----------------------------------------------------------------------------------------
+@quick
+def test_every_setting_that_asks_for_another_decoding_or_output_is_refused(llama):
+    """Where it came from does not matter: the configuration says it."""
+    decoder = Decoder(*llama, (9, 4))
+    stop = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(14)])
+    usual = dict.fromkeys(("cache_implementation", "return_dict_in_generate", "_pad_token_tensor"))
+    usual |= dict(do_sample=False, max_length=14, num_beams=1)
 
+    def decoded(mask=None, positions=None, **asked):
+        config = SimpleNamespace(**usual | asked)
+        return decoder(llama[0], prompt_of(12), [], stop, config, attention_mask=mask, position_ids=positions)
 
+    def refused(words, *given, **asked):
+        with pytest.raises(ValueError, match=words):
+            decoded(*given, **asked)
+
+    assert set(sequoia.UNABLE) <= set(ASKED)
+    for name, value in ASKED.items():
+        refused(f"^unable to do (a )?{value if value == 'quantized' else name}", **{name: value})
+    assert decoded(**dict.fromkeys(sequoia.UNABLE)).shape == (1, 14)
+    # Positions count as the mask does; where there is padding they do not matter.
+    seen = mask(0, 1)
+    counted = torch.tensor([[9, 9, *range(10)]])
+    assert decoded(seen, counted).shape == (1, 14)
+    for positions in (counted + 1, counted[:, 1:], counted.flip(1)):
+        refused("unable to do position_ids", seen, positions)
+    for wrong in (mask()[:, 1:], mask(0, 1, 2, 4)):
+        refused("attention_mask must be zeros, then ones", wrong)
+    with torch.autocast("cpu", torch.bfloat16):
+        refused("unable to do torch.autocast")
+    # A hook may tell passes apart, on the model and on a layer.
+    for module, when in product((llama[0], llama[0].model.layers[1]), ("forward_hook", "forward_pre_hook")):
+        with getattr(module, f"register_{when}")(lambda *given: None):
+            refused("unable to do forward hooks on the target")
+
+def test_the_front_door_says_what_it_lacks(llama):
+    """sequoia.generate and trees: one check each."""
+    target, draft = llama
+    ids = prompt_of(12)
+    for words, given in {
+            "needs assistant_model": dict(), "method must": dict(tree="none", method="none"),
+            "need tokenizer=": dict(assistant_model=draft, stop_strings=["a"]),
+            "pixel_values": dict(assistant_model=draft, pixel_values=ids),
+            "not compiled .* OptimizedModule": dict(assistant_model=torch.compile(draft))}.items():
+        with pytest.raises(ValueError, match=words):
+            sequoia.generate(target, ids, max_new_tokens=4, **given)
+    assert sequoia.tree_shape("4096x7") == (4096, 7) and sequoia.tree_shape("none") == NO_TREE
+    for tree in (("16", 5), (16, 5, 3), (16.0, 5), (True, 5), [16, 5], "4097x7", (4097, 7), "16x5x3", None):
+        with pytest.raises(ValueError, match="tree must be"):
+            sequoia.tree_shape(tree)
+    encoding = transformers.BatchEncoding(dict(input_ids=ids, attention_mask=mask()))
+    for given in (dict(inputs=encoding, assistant_model=draft), dict(inputs=ids, tree="none")):
+        out = sequoia.generate(target, max_new_tokens=8, do_sample=False, **given)
+        assert out.equal(plain_text(target, ids, max_new_tokens=8))
+
+# --- 9  The planner -----------------------------------------------------------------------------------------
+
+def walk_by_rates(tree, rates, rng):
+    """The path of a step whose children are accepted by these chances, (levels, ranks)."""
+    path = []
+    node = 0
+    while children := tree.children[node]:
+        row = rates[min(tree.depths[node], len(rates) - 1)]
+        rank = rng.choice(len(row) + 1, p=[*row, max(0.0, 1 - row.sum())])
+        if rank >= min(len(children), len(row)):
+            return path
+        node = children[rank]
+        path.append(node)
+    return path
+
+@quick
 def test_acceptance_rates_approach_the_true_ones():
     """The root's children are accepted by other chances. 0.02 is 5 standard errors of 20,000 counts."""
     true = np.array([[0.3, 0.3, 0.1], [0.5, 0.2, 0.1]])
@@ -1612,101 +1469,168 @@ def test_acceptance_rates_approach_the_true_ones():
     rng = np.random.default_rng(0)
     planner = sequoia.Planner(tree, vocabulary=64)
     for _ in range(20_000):
-        path = []
-        node = 0
-        while children := tree.children[node]:
-            rates = true[min(len(path), 1)]
-            rank = rng.choice(4, p=[*rates, 1 - rates.sum()])
-            if rank == 3:
-                break
-            node = children[rank]
-            path.append(node)
-        planner.learn(sequoia.Step(tree, [0] * tree.size, path, 0, 1.0), counts=True)
+        planner.learn(Step(tree, [0] * tree.size, walk_by_rates(tree, true, rng), 0, 1.0), counts=True)
     assert np.abs(planner.rates()[:2, :3] - true).max() < 0.02
 
+def test_a_child_that_does_not_exist_was_not_tried():
+    """Where a grammar allows one token in two of three steps: a second child is as good as where it is."""
+    tree = k_ary(2, 3)
+    planner = sequoia.Planner(tree, vocabulary=64)
+    for i in range(3000):
+        tokens = [5, 7, NONE, NONE, NONE, NONE, NONE] if i % 3 else [5, 7, 8, 9, 10, 11, 12]
+        planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, 1.0), counts=True)
+    assert planner.tried[0, 0] == 3000 and planner.tried[0, 1] == 1000 and planner.accepted[0, 1] == 1000
+    assert planner.tried[1, 0] == 1000 and planner.accepted[1].sum() == 0
 
 def test_the_plan_is_the_best_of_all_sizes_and_depths():
-    """Of depths up to 18, twice that of a binary tree of 256 nodes."""
     rates = sequoia.PRIOR[:8]
-    sizes = [1, 4, 16, 64]
-    table = expected_tokens_table(rates, 64, 24)
+    table = expected_tokens_table(rates, 64, sequoia.DEEPEST)[1:, 1:].clip(0)
     for t, c in (([1.0, 1.02, 1.1, 1.4], 0.05), ([1.0, 1.0, 1.0, 3.0], 0.3), ([1.0, 4.0, 16.0, 64.0], 1.0)):
-        times = np.interp(range(65), sizes, t)
-        promised = table[1:, 1:].clip(0) / (times[1:, None] + c * np.arange(24))
-        found = sequoia.plan(rates, sequoia.Latency(sizes, t, c))
-        assert found.speedup == pytest.approx(promised.max())
+        times = np.interp(range(1, 65), [1, 4, 16, 64], t)
+        promised = table / (times[:, None] + c * np.arange(sequoia.DEEPEST))
+        found = sequoia.plan(rates, sequoia.Latency([1, 4, 16, 64], t, c))
         assert promised[found.tree.size - 1, found.tree.depth - 1] == pytest.approx(promised.max())
-    assert found.tree == Tree([-1]) and found.speedup == 1
+        assert found.speedup == pytest.approx(promised.max()) == pytest.approx(found.tokens / found.seconds)
+    assert found.tree == NO_TREE and found.speedup == 1
 
-
-# The paper's, of Llama-3-70B with the 8B as its draft.
-PAPER_RATES = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021]
-# t(n), c, and the least part of the best tree's pace.
+# The paper's, of Llama-3-70B with the 8B as its draft; and a draft that is right less often below the root.
+PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
+RATES = np.array([[0.65, 0.12, 0.05, 0.03, 0.02], [0.6, 0.1, 0.05, 0.03, 0.02]])
+# t(n), c, acceptance rates, steps, and the least part of the best tree's pace.
 MACHINES = {
-    "flat to 800": (lambda n: max(1.0, n / 800), 0.002, 0.97, 400), "flat": (lambda n: 1.0, 0.5, 0.97, 100),
-    "linear": (lambda n: 0.98 + 0.02 * n, 0.02, 0.96, 60), "slow drafts": (lambda n: 0.98 + 0.02 * n, 0.5, 0.96, 60),
-    "kinked": (lambda n: max(1.0, n / 48), 0.1, 0.95, 60),
-    "kinked between timed sizes": (lambda n: max(1.0, n / 40), 0.1, 0.95, 60), "no tree pays": (lambda n: n, 1.0, 0.97, 60)}
+    "flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600, 0.97),
+    "flat": (lambda n: 1.0, 0.5, RATES, 400, 0.97),
+    "linear": (lambda n: 0.98 + 0.02 * n, 0.02, RATES, 200, 0.97),
+    "kinked": (lambda n: max(1.0, n / 48), 0.1, RATES, 200, 0.95),
+    "no tree pays": (lambda n: float(n), 1.0, RATES, 200, 1)}
 
+def no_noise(rng):
+    return 1.0
 
-def simulated(rates, t, c, steps, noise, seed):
-    """A planner after so many steps on a machine that takes t(n) + (d - 1) c and noise, which only adds; and
-    the seconds of these steps."""
-    rng = np.random.default_rng(seed)
-    planner = sequoia.Planner("auto", vocabulary=32_000)
-    total = 0.0
-    for _ in range(steps):
-        tree = planner.next_tree()
-        path = []
-        node = 0
-        while children := tree.children[node]:
-            chances = rates[: len(children)]
-            rank = rng.choice(len(chances) + 1, p=[*chances, 1 - sum(chances)])
-            if rank == len(chances):
-                break
-            node = children[rank]
-            path.append(node)
-        seconds = (t(tree.size) + (tree.depth - 1) * c) * (1 + noise * rng.exponential())
-        total += seconds
-        planner.learn(sequoia.Step(tree, [0] * tree.size, path, 0, seconds), counts=True)
-    return planner, total
+def noise(rng):
+    """It only adds: mostly a little, in one step of twenty a lot."""
+    return 1 + 0.1 * rng.exponential() + 2 * (rng.random() < 0.05)
 
-
-@pytest.mark.parametrize("noise", [0, 0.1])
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_planner_ends_near_the_best_of_all_trees(name, noise, monkeypatch):
-    """With noise within a fifth of it, of three runs the middle one."""
-    t, c, least, steps = MACHINES[name]
-    planning = []
-    cost = sequoia.seconds_to_plan
+@functools.cache
+def simulated(name, noise, shape="auto"):
+    """A planner after these steps, the trees it chose, and by step what a plan takes and what was decoded."""
+    t, c, rates, steps, _ = MACHINES[name]
+    rng = np.random.default_rng(0)
+    planner = sequoia.Planner(shape, vocabulary=32_000)
+    trees = []
+    planned = {}
     plan = sequoia.plan
-    monkeypatch.setattr(sequoia, "plan", lambda rates, latency: planning.append(
-        cost(latency.sizes[-1])) or plan(rates, latency))
-    G = expected_tokens_table(PAPER_RATES, 1024, 24)[1:, 1:].clip(0)
-    best = (G / (np.array([t(n) for n in range(1, 1025)])[:, None] + c * np.arange(24))).max()
-    found = []
-    for seed in range(3):
-        planning.clear()
-        planner, total = simulated(PAPER_RATES, t, c, steps, noise, seed)
-        # At most 2% each, and each twice as late as the one before.
-        assert sum(planning) < 0.04 * total
-        tree = planner.tree
-        found.append(expected_tokens(tree, PAPER_RATES) / (t(tree.size) + (tree.depth - 1) * c) / best)
-    assert sorted(found)[1] > least - (0.2 if noise else 0), found
 
+    def noted(rates, latency):
+        planned[len(trees)] = sequoia.seconds_to_plan(latency.sizes[-1]), planner.decoded
+        return plan(rates, latency)
 
-# --- 8  Passes ----------------------------------------------------------------------------------------------
+    with mock.patch.object(sequoia, "plan", noted):
+        for _ in range(steps):
+            tree = planner.next_tree()
+            trees.append(tree)
+            seconds = (t(tree.size) + c * (tree.depth - 1)) * noise(rng)
+            path = walk_by_rates(tree, rates, rng)
+            planner.learn(Step(tree, [0] * tree.size, path, 0, seconds), counts=True)
+    return planner, trees, planned
 
+def pace(tree, name):
+    t, c, rates, *_ = MACHINES[name]
+    return expected_tokens(tree, rates) / (t(tree.size) + c * (tree.depth - 1))
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees(name):
+    """Of up to 1,024 nodes. A plan takes at most 2% of the time decoded until then, all together of all."""
+    t, c, rates, steps, least = MACHINES[name]
+    planner, trees, planned = simulated(name, no_noise)
+    G = expected_tokens_table(rates, 1024, 24)[1:, 1:].clip(0)
+    times = np.array([t(n) for n in range(1, 1025)])
+    best = (G / (times[:, None] + c * np.arange(24))).max()
+    assert pace(planner.tree, name) >= least * best
+    latency = planner.latency()
+    assert latency.c == pytest.approx(c, rel=0.01) and latency.t[0] == pytest.approx(1, rel=0.01)
+    assert all(cost <= 0.02 * decoded for cost, decoded in planned.values())
+    assert 0 < sum(cost for cost, _ in planned.values()) <= 0.02 * planner.decoded
+    # What is promised is what comes.
+    achieved = np.mean([expected_tokens(tree, rates) for tree in trees[-20:]]) / pace(NO_TREE, name)
+    assert planner.plan.tokens == pytest.approx(achieved, rel=0.1)
+    assert planner.plan.speedup == pytest.approx(pace(planner.tree, name) / pace(NO_TREE, name), rel=0.1)
+
+@pytest.mark.parametrize("name", ["flat", "linear", "kinked"])
+def test_a_planner_on_a_noisy_machine_comes_near(name):
+    planner, *_ = simulated(name, noise)
+    quiet, *_ = simulated(name, no_noise)
+    assert pace(planner.tree, name) > 0.85 * pace(quiet.tree, name)
+    c = MACHINES[name][1]
+    assert planner.latency().c == pytest.approx(c, abs=0.05 + 0.15 * c)
+    # The noise of all steps is in the forecast: the fastest tenth take 1.01 times as long as without.
+    assert planner.plan.speedup < 1.06 * pace(planner.tree, name) / pace(NO_TREE, name)
+
+def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
+    """Of 400 steps on a machine where plans are cheap."""
+    _, trees, planned = simulated("flat", no_noise)
+    counts = collections.Counter(trees)
+    settled = [tree for tree, count in counts.most_common(4)]
+    assert sum(count for tree, count in counts.items() if tree not in settled) <= 60
+    assert counts[NO_TREE] == 2 * sequoia.FEW
+    # After a trial, or twice as late as the one before.
+    steps = [*planned]
+    assert 5 <= len(steps) <= 20 and steps[-1] > 150
+    assert all(later - step <= 4 or later >= 2 * step - 16 for step, later in zip(steps, steps[1:]))
+
+@quick
+def test_a_shape_is_planned_anew_and_a_tree_stays():
+    """A shape's tree follows the rates: at step 16, 32, and so on."""
+    _, trees, planned = simulated("linear", no_noise, shape=(8, 4))
+    assert not planned and {(tree.size, tree.depth) for tree in trees} <= {(8, 4), (8, 3)}
+    changes = [i for i, (tree, after) in enumerate(zip(trees, trees[1:]), start=1) if tree != after]
+    assert set(changes) <= {16, 32, 64, 128} and trees[0] == optimal_tree(sequoia.PRIOR, 8, 4)
+    assert trees[-1] == optimal_tree(simulated("linear", no_noise, shape=(8, 4))[0].rates(), 8, 4)
+    assert set(simulated("linear", no_noise, shape=BUSHY)[1]) == {BUSHY}
+
+def test_a_step_is_timed_without_what_feeds_the_prompt(llama, monkeypatch):
+    """On a clock that passes move: by 1 for the target's, a tenth for the draft's, 100 for a prompt's."""
+    now = [0.0]
+
+    def moving(name, seconds):
+        call = getattr(sequoia.CachedModel, name)
+
+        def moved(cached, *given):
+            now[0] += seconds[cached.model]
+            return call(cached, *given)
+
+        monkeypatch.setattr(sequoia.CachedModel, name, moved)
+
+    moving("logits", {llama[0]: 1.0, llama[1]: 0.1})
+    moving("feed", dict.fromkeys(llama, 100))
+    monkeypatch.setattr(sequoia.time, "perf_counter", lambda: now[0])
+    texts = []
+    decoder = Decoder(*llama, on_step=lambda step: texts[-1].append(step))
+    for _ in range(2):
+        texts.append([])
+        plain_text(llama[0], prompt_of(10), custom_generate=decoder, max_new_tokens=40)
+    for first, *steps in texts:
+        assert first.seconds is None and first.tree == NO_TREE and len(first.tokens) == 1
+        assert all(step.seconds == pytest.approx(0.9 + 0.1 * step.tree.depth) for step in steps)
+    assert decoder.planner.decoded == pytest.approx(sum(step.seconds or 0 for step in sum(texts, [])))
+    # The second text's steps, against the time of one without a tree.
+    report = decoder.report
+    seconds = sum(step.seconds for step in steps)
+    rate = sum(len(step.tokens) for step in steps) / seconds
+    assert report[:2] == (40, 1 + len(steps)) and report.tree == steps[-1].tree
+    assert report.seconds == pytest.approx(200 + seconds, abs=1)
+    assert report.speedup == pytest.approx(rate) and f"{rate:.2f} times the speed of no tree" in str(report)
+
+# --- 10  Passes ---------------------------------------------------------------------------------------------
 
 def both_texts(target, draft):
     """One greedy and one sampled."""
     texts = []
     for do_sample in (False, True):
-        out = assisted(target, draft, prompt_of(30).to(target.device), do_sample=do_sample,
-                               generator=seeded(0, target.device), max_new_tokens=25, tree=(9, 4))
+        out = sequoia.generate(target, prompt_of(30).to(target.device), assistant_model=draft, tree=(9, 4),
+                               do_sample=do_sample, generator=seeded(0, target.device), max_new_tokens=25)
         texts.append(out.tolist())
     return texts
-
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_and_recorded_output_equals_plain_output(name):
@@ -1715,9 +1639,9 @@ def test_packed_and_recorded_output_equals_plain_output(name):
     for model in pair:
         assert sequoia.pack(model) is model and sequoia.pack(model) is model
     assert both_texts(*pair) == expected
-    assert pair[0].generate(prompt_of(30), max_new_tokens=25, do_sample=False).tolist() == expected[0]
+    assert plain_text(pair[0], prompt_of(30), max_new_tokens=25).tolist() == expected[0]
 
-
+@quick
 def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     """A loop over the experts that were hit makes a trace of one run wrong for the next: it is found out."""
     config = transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager")
@@ -1727,22 +1651,21 @@ def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     assert both_texts(*pair) == expected and pair[0]._sequoia_pass.__name__ == "forward"
     assert sequoia.pack(make_pair("llama")[0])._sequoia_pass.__name__ != "forward"
 
-
 def test_a_torch_without_onednns_operators_decodes_unpacked(capfd, monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     assert run_main(capfd, "--max-new-tokens", "8", "--tree", "8x4")[0] == 0
 
+def test_packing_that_changes_numbers_is_an_error(monkeypatch):
+    """By more than rounding, in one layer of fifteen, for one model that the other checks pass."""
+    pack_linear = sequoia.pack_linear
 
-def test_an_error_in_a_recorded_pass_is_an_error():
-    """And no crash of the process: what freezes a trace can leave call stacks that point to freed memory."""
-    model = sequoia.CachedModel(sequoia.pack(make_pair("llama")[0]))
-    model.feed(torch.arange(4), capacity=32)
-    placed = model.place(sequoia.Layout(chain(3), "cpu"), torch.tensor([4]), visible=32)
-    ids, positions, slots, *others = model.inputs(torch.arange(5), torch.arange(4), placed)
-    for wrong in 3 * [(ids, positions, slots[:2]), (ids + 10**6, positions, slots)]:
-        with pytest.raises(RuntimeError):
-            model.model._sequoia_pass(*wrong, *others)
+    def wrong(layer):
+        layer.weight[0] *= 1 + 0.2 * (layer.out_features == 64)
+        pack_linear(layer)
 
+    monkeypatch.setattr(sequoia, "pack_linear", wrong)
+    with pytest.raises(ValueError, match="other numbers for LlamaForCausalLM"):
+        sequoia.pack(make_pair("llama")[0])
 
 @pytest.mark.skipif(not sequoia.packable_dtypes(), reason="nothing is packed here")
 def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays(llama, tmp_path):
@@ -1754,50 +1677,58 @@ def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays
     with pytest.raises(ValueError, match="one device"):
         sequoia.pack(UNFIT[1])
 
+def layers_of(model):
+    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 5)
+
+def matrices(found):
+    """The bytes of tensors in a weight matrix's shape, which no result of a pass over 30 tokens has."""
+    return sum(x.nbytes for x in found if type(x) is torch.Tensor and x.dim() == 2 and min(x.shape) > 30)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("name", ["llama", "gpt-neox", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_offloaded_output_equals_resident_output(name, device):
     """For any number of layers that stay, two models at once, and after passes that were broken off."""
-    config = config_of(name)
-    config.num_hidden_layers = 5
-    pair = make_pair(config)
+    pair = make_pair(config_of(name, num_hidden_layers=5))
     target, draft = (copy.deepcopy(model).to(device) for model in pair)
     expected = both_texts(target, draft)
-
-    def matrices(found):
-        """The bytes of tensors in a weight matrix's shape, which no result of a pass over 30 tokens has."""
-        return sum(x.nbytes for x in found if type(x) is torch.Tensor and x.dim() == 2 and min(x.shape) > 30)
-
-    for resident in (0, 1, 2, 4, 5):
+    for resident in (0, 3, 5):
         streaming = sequoia.offload(copy.deepcopy(pair[0]), device, resident)
+        gc.collect()
+        before = matrices(gc.get_objects())
         assert sequoia.pack(streaming) is streaming and not hasattr(streaming, "_sequoia_pass")
-        ours, theirs = (next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 5)
-                        for model in (streaming, pair[0]))
-        held = [matrices(gc.get_objects())]
-        with ours[4].register_forward_hook(lambda *_: held.append(matrices(gc.get_objects()))):
-            streaming(prompt_of(30).to(device))
-        # The last layer has a copy, until another is due.
-        copied = theirs[resident:][-1:]
-        assert held[1] - held[0] == matrices(p.data for layer in copied for p in layer.parameters())
+        assert sum(len(layer._forward_pre_hooks) for layer in layers_of(streaming)) == 5 - resident
         assert both_texts(streaming, draft) == expected
-        # Weights that are loaded between two passes count.
-        streaming.load_state_dict(pair[1].state_dict())
-        assert both_texts(streaming, draft) == both_texts(draft, draft)
-        streaming.load_state_dict(pair[0].state_dict())
+        for i in range(resident, 5):
+            held = []
+            with layers_of(streaming)[i].register_forward_hook(
+                    lambda *_: held.append(matrices(gc.get_objects()) - before)):
+                streaming(prompt_of(30).to(device))
+            # This layer has a copy, and the next.
+            copied = layers_of(pair[0])[i : i + 2]
+            assert held == [matrices(p.data for layer in copied for p in layer.parameters())]
         saved = streaming.state_dict()
-        assert all(saved[key].cpu().equal(value) for key, value in pair[0].cpu().state_dict().items())
+        assert all(saved[key].cpu().equal(value) for key, value in pair[0].state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
-    assert both_texts(*both) == expected
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    for module in [module for module in both[0].modules() if isinstance(module, torch.nn.Linear)][::3]:
-        with module.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+    held = []
+    first, *_, last = layers_of(both[0])
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with first.register_forward_hook(lambda *_: held.append(matrices(gc.get_objects()))):
+        with last.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
             both[0](prompt_of(30).to(device))
-    assert both_texts(*both) == expected
+        both[0](prompt_of(30).to(device))
+    assert held[0] == held[1] and both_texts(*both) == expected
 
+@quick
+def test_weights_loaded_into_an_offloaded_model_are_its_weights(llama):
+    """After a pass, too. And a model that shows no layers is refused."""
+    streaming = sequoia.offload(copy.deepcopy(llama[0]), "cpu")
+    expected = both_texts(*llama)
+    assert both_texts(streaming, llama[1]) == expected
+    streaming.load_state_dict(llama[1].state_dict())
+    assert both_texts(streaming, llama[1]) == both_texts(llama[1], llama[1]) != expected
+    modern = transformers.ModernBertDecoderConfig(**SMALL | dict(cls_token_id=1, sep_token_id=1))
+    with pytest.raises(ValueError, match="cannot offload ModernBertDecoderForCausalLM"):
+        sequoia.offload(transformers.AutoModelForCausalLM.from_config(modern), "cpu")
 
 def run_main(capfd, *arguments):
     """The exit code, the text on standard output, and what stands on standard error."""
@@ -1806,18 +1737,36 @@ def run_main(capfd, *arguments):
     out, err = capfd.readouterr()
     return code, out.removesuffix("\n"), err
 
-
 def cost_of(err):
     """The numbers of tokens and steps that the summary names; there is no other line before it."""
     return tuple(map(int, re.match(r"\ntokens (\d+), steps (\d+), seconds ", err).groups()))
 
+@quick
+def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_path, monkeypatch):
+    """With assistant_model, as for assisted generation: streamed, with stop strings, and in a batch."""
+    *_, target, tokenizer = bundled
+    draft = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "draft", dtype=torch.float32)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "custom_generate").mkdir()
+    shutil.copy(sequoia.__file__, tmp_path / "custom_generate" / "generate.py")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    one, batch = (tokenizer(texts, return_tensors="pt", padding=True)
+                  for texts in (["import os\n"], ["import os\n", "class Point:\n    def"]))
+    ours = dict(custom_generate=str(tmp_path), trust_remote_code=True, assistant_model=draft, tree=(8, 4))
+    for given in (one, one | dict(stop_strings=["("], tokenizer=tokenizer), batch):
+        given = given | dict(max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        streamed = []
+        streamer = SimpleNamespace(put=lambda ids: streamed.extend(ids.flatten().tolist()), end=list)
+        out = target.generate(**given, **ours, streamer=streamer)
+        assert out.equal(target.generate(**given)) and (len(out) > 1 or streamed == out[0].tolist())
 
 RANKS = """
 import os, sys, sequoia
+assert not {"matplotlib", "scipy", "pandas", "transformers.models.llama.modeling_llama"} & set(sys.modules)
 arguments = sys.argv[1:]
-for temperature in ("0", "0.6"):
-    assert sequoia.main([*arguments, "--temperature", temperature]) == 0
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+assert sequoia.main(arguments) == 0
+os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 def dying(self, *given, calls=[], step=sequoia.TreeStep.__call__):
     calls.append(1)
     if len(calls) == 3 and sequoia.RANK == 1:
@@ -1827,79 +1776,75 @@ sequoia.TreeStep.__call__ = dying
 sys.exit(sequoia.main(arguments))
 """
 
-
 def test_two_ranks_take_one_processs_tokens_and_one_that_dies_ends_the_other(capfd):
-    """Over gloo: greedy, then sampled, then with a rank that dies in its third step."""
+    """Over gloo: first sampled as by one process, then with a rank that dies in its third step."""
     pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs it")
     arguments = ("--max-new-tokens", "16", "--dtype", "float32", "--tree", "16x5")
-    texts = [run_main(capfd, *arguments, f"--temperature={t}")[1] for t in (0, 0.6)]
+    expected = run_main(capfd, *arguments)[1]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(min(free.getsockname()[1], 65_000))
-    settings = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port, OMP_NUM_THREADS="1")
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    given = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port, OMP_NUM_THREADS="1")
     ranks = []
     for rank in "01":
-        environment = {**os.environ, **settings, "RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(subprocess.Popen([sys.executable, "-c", RANKS, *arguments], **pipes, env=environment))
-    out, err = ranks[0].communicate(timeout=300)
-    silence, _ = ranks[1].communicate(timeout=300)
-    assert out.startswith(f"{texts[0]}\n{texts[1]}\n")
-    assert silence == "" and err.count("\ntokens 16, steps ") == 2
-    assert ranks[0].returncode in (1, 2) and ranks[1].returncode == 7
-    assert err.strip().splitlines()[-1].startswith("sequoia.py: ") and "Traceback" not in err
+        environment = {**os.environ, **given, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen([sys.executable, "-c", RANKS, *arguments], stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment))
+    (out, err), (silence, _) = (rank.communicate(timeout=300) for rank in ranks)
+    assert out.startswith(f"{expected}\n") and silence == "" and err.count("\ntokens 16, steps ") == 1
+    # How the survivor ends is gloo's affair: by an error, which is a line, or by aborting the process.
+    assert ranks[0].returncode != 0 and ranks[1].returncode == 7
 
-
-# --- 9  The command line ------------------------------------------------------------------------------------
-
+# --- 11  The command line -----------------------------------------------------------------------------------
 
 def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
-    arguments = ("--max-new-tokens", "20", "--tree", "8x4", "--prompt", "import ", "--dtype", "float32")
+    """With any tree, planned or none, and from files."""
+    usual = ("--max-new-tokens", "20", "--prompt", "import ", "--dtype", "float32")
+    greedy = (*usual, "--temperature", "0")
     target = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "target").float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "target")
     ids = tokenizer("import ", return_tensors="pt")["input_ids"]
-    expected = tokenizer.decode(target.generate(ids, max_new_tokens=20, do_sample=False)[0])
-    code, text, err = run_main(capfd, *arguments, "--temperature", "0")
-    tokens, steps = cost_of(err)
-    assert (code, text, tokens) == (0, expected, 20)
-    assert "last tree 8x4: no step without a tree was timed\nmethod sequoia" in err and "\033" not in err
-    code, out, err = run_main(capfd, *arguments, "--temperature", "0", "--explain")
+    expected = tokenizer.decode(plain_text(target, ids, max_new_tokens=20)[0])
+    for more in ((), ("--tree", "none"), ("--tree", "8x4", "--offload"), ("--tree", "8x4")):
+        code, text, err = run_main(capfd, *greedy, *more)
+        tokens, steps = cost_of(err)
+        assert (code, text, tokens) == (0, expected, 20) and "\033" not in err
+    assert "method sequoia" in err and "last tree 8x4" in err
+    code, out, err = run_main(capfd, *greedy, "--tree", "8x4", "--explain")
     assert code == 0 and cost_of(err) == (20, steps)
     assert "─" in out and out.count("\nadds ") == steps and out.endswith(f"\n\n{expected}")
-    # Greedy, what is accepted is what the target likes best.
-    verdicts = re.findall(r"the draft gives ([01].\d+), the target ([01].\d+), (accepted|rejected)\n", out)
-    assert {"accepted", "rejected"} == {word for _, _, word in verdicts}
-    assert all(float(P) > 1 / 4096 for _, P, word in verdicts if word == "accepted")
-    texts = [run_main(capfd, *arguments, "--seed", seed)[1] for seed in "001"]
+    texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
 
+SUMMARY = (r"\ntokens (\d+), steps (\d+), seconds ([\d.]+): ([\d.]+) tokens a step, ([\d.]+) a second; "
+           r"last tree (\d+)x(\d+): (.*)\nmethod .*\n")
 
-def test_the_planned_tree_is_greedily_the_same_text_and_says_that_it_was_measured(capfd):
-    arguments = ("--max-new-tokens", "300", "--temperature", "0", "--dtype", "float32")
-    _, plain, err = run_main(capfd, *arguments, "--tree", "none")
-    assert "no tree is used" in err
-    _, planned, err = run_main(capfd, *arguments)
-    assert planned == plain and cost_of(err)[0] == 300 and "times the speed of no tree" in err
-    _, offloaded, err = run_main(capfd, *arguments, "--offload", "--tree", "9x4")
-    assert offloaded == plain and cost_of(err)[0] == 300
+@pytest.mark.parametrize("tree, more", [("none", ()), ("8x4", ()), ("auto", ("--method", "gumbel"))])
+def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, more):
+    """For one token, for 24, and where the text ends after six, as the model's own configuration says."""
+    made = Decoder.__init__
+    monkeypatch.setattr(Decoder, "__init__", lambda self, *given: made(self, *given, on_step=steps.append))
+    ends = (f"--target={folders / 'ends'}", f"--draft={folders / 'good'}", "--prompt=import os",
+            "--temperature=0", "--dtype=float32")
+    for count, expected, *given in ((1, 1), (24, 24), (24, 6, *ends)):
+        steps = []
+        code, _, err = run_main(capfd, f"--max-new-tokens={count}", f"--tree={tree}", *more, *given)
+        *numbers, verdict = re.fullmatch(SUMMARY, err).groups()
+        tokens, passes, seconds, a_step, a_second, size, depth = map(float, numbers)
+        # The last step's tokens may be more than asked for, or come after the end.
+        added = sum(len(step.tokens) for step in steps)
+        assert added - len(steps[-1].tokens) < tokens <= added
+        assert (code, tokens, passes) == (0, expected, len(steps))
+        assert a_step == pytest.approx(tokens / passes, abs=0.005)
+        assert tokens / a_second == pytest.approx(seconds, abs=0.06, rel=0.01)
+        assert (size, depth) == (steps[-1].tree.size, steps[-1].tree.depth)
+        usual = {"none": "no tree is used", "8x4": "no step without a tree was timed"}
+        assert verdict == usual.get(tree if count > 1 else "none", verdict)
 
-
-@pytest.mark.parametrize("where", ["check", "first_step", "program_for"])
-@pytest.mark.parametrize("tree", ["8x4", "auto"])
-def test_ctrl_c_exits_130(capfd, monkeypatch, where, tree):
-    working = getattr(Decoder, where)
-    calls = []
-
-    def interrupted(self, *arguments):
-        calls.append(1)
-        if len(calls) > 3 or where != "program_for":
-            raise KeyboardInterrupt
-        return working(self, *arguments)
-
-    monkeypatch.setattr(Decoder, where, interrupted)
-    code, text, err = run_main(capfd, "--tree", tree)
-    assert code == 130 and err == "" and (where != "program_for" or text.startswith(sequoia.PROMPT))
-
+@pytest.mark.parametrize("where", ["__call__", "first_step"])
+def test_ctrl_c_exits_130(capfd, monkeypatch, where):
+    monkeypatch.setattr(Decoder, where, mock.Mock(side_effect=KeyboardInterrupt))
+    assert run_main(capfd)[::2] == (130, "")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -1914,9 +1859,12 @@ def folders(tmp_path_factory):
 
     config = transformers.LlamaConfig(**SMALL | dict(vocab_size=len(tokenizer), bos_token_id=None))
     save("good", transformers.LlamaForCausalLM(config))
+    # Greedily this one ends after six tokens.
+    ids = tokenizer("import os", return_tensors="pt")["input_ids"]
+    good = transformers.LlamaForCausalLM.from_pretrained(root / "good")
+    end = int(plain_text(good, ids, max_new_tokens=6)[0, -1])
     save("encoder-decoder", UNFIT[0])
     save("recurrent", UNFIT[5])
-    tokenizer.add_tokens(["<|other|>"], special_tokens=True)
     config = json.loads((root / "good" / "config.json").read_text())
     weights = (root / "good" / "model.safetensors").read_bytes()
     other = json.loads((root / "good" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -1926,11 +1874,12 @@ def folders(tmp_path_factory):
     damage = {
         "model.safetensors": {
             "cut short": weights[: len(weights) // 2], "cut by a byte": weights[:-1], "empty": b"",
-            "garbage": b"\x93NUMPY" * 999, "cut in its header": weights[:40], "missing": None},
+            "garbage": b"\x93NUMPY" * 999, "missing": None},
         "config.json": {"bad json": b'{"model_type": "llama",', "empty json": b"", "no config": None},
-        "tokenizer.json": {
-            "no tokenizer": None, "bad tokenizer": b"{", "ordinary": json.dumps(other).encode()},
-        "generation_config.json": {"special": b'{"repetition_penalty": 1.3}'}}
+        "tokenizer.json": {"added": None, "no tokenizer": None, "bad tokenizer": b"{",
+                           "ordinary": json.dumps(other).encode()},
+        "generation_config.json": {"special": b'{"repetition_penalty": 1.3}',
+                                   "ends": json.dumps(dict(eos_token_id=end)).encode()}}
     for name, change in {
             "more layers": dict(num_hidden_layers=4), "wider": dict(intermediate_size=64),
             "unknown": dict(model_type="medusa"), "other vocabulary": dict(vocab_size=777),
@@ -1941,77 +1890,57 @@ def folders(tmp_path_factory):
             shutil.copytree(root / "good", root / name)
             path = root / name / file
             path.unlink() if content is None else path.write_bytes(content)
-    tokenizer.save_pretrained(root / "special")
+    for name, is_special in (("special", True), ("added", False)):
+        longer = copy.deepcopy(tokenizer)
+        longer.add_tokens(["<|other|>"], special_tokens=is_special)
+        longer.save_pretrained(root / name)
     (root / "empty.txt").write_bytes(b"")
     (root / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
     return root
 
-
-BAD_MODELS = ["cut short", "cut by a byte", "empty", "garbage", "cut in its header", "missing", "more layers",
-              "wider", "unknown", "other vocabulary", "no type", "no heads", "bad json", "empty json", "none",
-              "no config", "no tokenizer", "bad tokenizer", "encoder-decoder", "recurrent", "ordinary"]
-BAD_TREES = ["", "banana", "12", "9x", "x4", "9x4x2", "-9x4", "0x4", "9x0", "1.5x3", "100x2", "2x1", "Tree"]
-BAD_NUMBERS = {"--temperature": ["-1", "nan"], "--top-p": ["-0.5"], "--top-k": ["-3"],
-               "--max-new-tokens": ["0", "99999999999"], "--seed": ["18446744073709551616"]}
-# What argparse itself refuses, with a usage text.
-BAD_WORDS = {"--top-k": "many", "--temperature": "warm", "--max-new-tokens": "1.5", "--seed": "x",
-             "--method": "magic", "--dtype": "int8", "--nonsense": "1"}
-BAD_DEVICES = ["banana", "meta", "cpu:x", "", *["cuda", "cuda:0"] * (not torch.cuda.is_available())]
-BAD_PROMPTS = ["", "@", "@FOLDER", "@FOLDER/empty.txt", "@FOLDER/binary.txt", "@FOLDER/none.txt", "x\n" * 999]
-BAD_REQUESTS = {"a hub name of no form": ["--target", "a/b/c"]}
+BAD_MODELS = ["cut short", "cut by a byte", "empty", "garbage", "missing", "wider", "more layers", "unknown",
+              "other vocabulary", "no type", "no heads", "bad json", "empty json", "added", "ordinary",
+              "none", "no config", "no tokenizer", "bad tokenizer", "encoder-decoder", "recurrent"]
+BAD_VALUES = {
+    "--tree": ["", "banana", "12", "9x", "x4", "9x4x2", "-9x4", "0x4", "9x0", "1.5x3", "100x2", "5000x4"],
+    "--temperature": ["-1", "nan", "inf", "warm"], "--top-p": ["-0.5", "1.5", "0", "nan"],
+    "--top-k": ["-3", "0", "many"], "--max-new-tokens": ["0", "99999999999", "1.5"],
+    "--seed": ["18446744073709551616", "x"], "--method": ["magic"], "--dtype": ["int8"], "--nonsense": ["1"],
+    "--device": ["banana", "meta", "cpu:x", "", "hpu", *["cuda"] * (not torch.cuda.is_available())],
+    "--prompt": ["", "@", "@FOLDER", "@FOLDER/empty.txt", "@FOLDER/binary.txt", "@FOLDER/no.txt", "x " * 999],
+    "--target": ["a/b/c"]}
+BAD_REQUESTS = [[f"{name}={value}"] for name, values in BAD_VALUES.items() for value in values]
 for _kind, _name, _more in product(("target", "draft"), BAD_MODELS, ([], ["--offload"])):
-    BAD_REQUESTS[f"{_kind} {_name}{' offloaded' * len(_more)}"] = [f"--{_kind}", f"FOLDER/{_name}", *_more]
-for _name, _values in BAD_NUMBERS.items():
-    BAD_REQUESTS |= {f"{_name} {value}": [f"{_name}={value}"] for value in _values}
-BAD_REQUESTS |= {f"tree {tree}": [f"--tree={tree}"] for tree in BAD_TREES}
-BAD_REQUESTS |= {f"{name} {value}": [name, value] for name, value in BAD_WORDS.items()}
-BAD_REQUESTS |= {f"device {name}": ["--device", name] for name in BAD_DEVICES}
-BAD_REQUESTS |= {f"prompt {text[-9:]!r}": ["--prompt", text] for text in BAD_PROMPTS}
+    BAD_REQUESTS.append([f"--{_kind}=FOLDER/{_name}", *_more])
 
-
-@pytest.mark.parametrize("request_", BAD_REQUESTS)
-def test_bad_input_is_one_line_and_exit_code_2(folders, capfd, request_):
+@pytest.mark.parametrize("words", BAD_REQUESTS, ids=lambda words: " ".join(words)[:40])
+def test_bad_input_is_one_line_and_exit_code_2(folders, capfd, words):
     """Never a traceback, never a text decoded with random weights."""
-    arguments = [word.replace("FOLDER", str(folders)) for word in BAD_REQUESTS[request_]]
+    arguments = [word.replace("FOLDER", str(folders)) for word in words]
     good = [f"--target={folders / 'good'}", f"--draft={folders / 'good'}", "--tree=3x2", "--max-new-tokens=4"]
     code, out, err = run_main(capfd, *good, *arguments)
     assert code == 2 and err.startswith("sequoia.py: ") and len(err.splitlines()) == 1
-    assert "more layers" not in request_ or re.search("model.layers.[23].", err)
+    assert "more layers" not in words[0] or re.search("model.layers.[23].", err)
     assert sequoia.PROMPT.startswith(out)
-
 
 def test_other_special_tokens_and_what_a_generation_config_adds_are_accepted_with_a_line(folders, capfd):
     for target, draft in (("good", "special"), ("special", "good"), ("good", "good")):
         arguments = [f"--target={folders / target}", f"--draft={folders / draft}"]
-        with warnings.catch_warnings(record=True) as warned:
+        expected = pytest.warns(UserWarning, match="special tokens")
+        with expected if target != draft else contextlib.nullcontext():
             code, _, err = run_main(capfd, *arguments, "--tree=3x2", "--max-new-tokens=4")
-            lines = [warnings.formatwarning(one.message, UserWarning, "sequoia.py", 1) for one in warned
-                     if one.category is UserWarning]
         assert code == 0 and cost_of(err)[0] == 4
         # Nothing else: an unset --top-k keeps all tokens.
         added = "'RepetitionPenaltyLogitsProcessor', " * (target == "special")
-        assert re.findall("processors: (.*)", err) == [f"[{added}'TemperatureLogitsWarper']"]
-        assert len(lines) == (target != draft)
-        assert all(re.fullmatch("sequoia.py: .*special tokens.*\n", line) for line in lines)
+        assert re.findall("logits processors: (.*)", err) == [f"[{added}'TemperatureLogitsWarper']"]
     assert run_main(capfd, f"--target={folders / 'ordinary'}", "--tree=none", "--max-new-tokens=4")[0] == 0
 
-
-def test_importing_is_silent_and_cheap():
-    """Neither plots nor statistics nor any model's code are loaded."""
-    code = ("import sys, sequoia; loaded = sys.modules; assert not {'matplotlib', 'scipy', 'pandas', "
-            "'transformers.models.llama.modeling_llama'} & set(loaded), 'too much'")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_examples_run(monkeypatch):
-    """The docstrings' and the README's. The tree that it shows is the one it says, its tests are here."""
+    """The docstrings' and the README's. The tests that it names are here."""
     results = doctest.testmod(sequoia)
     assert results.attempted > 0 and results.failed == 0
     monkeypatch.chdir(ROOT)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"```\n{optimal_tree([0.6, 0.2, 0.1], size=16, depth=6)}\n```" in text
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 4
     namespace = {}
