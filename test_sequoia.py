@@ -318,10 +318,10 @@ def test_ten_thousand_targets_and_drafts_with_zeros(name):
             optimal = torch.minimum(P, Q).sum()
             expected = torch.stack([len(P) - optimal, optimal])
             assert chi_square_tail((rank + 1).bincount(minlength=2), expected) > 1e-9
-        # Apart where the draft gives a token more and where it gives less.
-        more = (Q > P).long()
-        observed = (more.gather(1, token[:, None])[:, 0] * V + token).bincount(minlength=2 * V)
-        expected = torch.stack([P * (1 - more), P * more]).sum(dim=1).flatten()
+        # Apart where the draft gives a token more or less than the target, and the most of all tokens.
+        kind = (Q > P) + 2 * (Q == Q.amax(dim=1, keepdim=True))
+        observed = (kind.gather(1, token[:, None])[:, 0] * V + token).bincount(minlength=4 * V)
+        expected = torch.stack([P * (kind == i) for i in range(4)]).sum(dim=1).flatten()
         assert chi_square_tail(observed, expected) > 1e-9
 
 @quick
@@ -888,8 +888,8 @@ def test_greedy_equals_plain_generate(name):
                            do_sample=True, top_k=0, generator=seeded(0), on_step=steps.append)
     accepted = [node for step in steps for node in step.path]
     later = [node for node in accepted if BUSHY.ranks[node] > 0]
-    assert len(out[0, 30:].unique()) >= 20 and len(later) >= 5 and len(accepted) >= 20
-    assert sum(step.path == [] for step in steps) >= 3 and sum(len(step.path) > 1 for step in steps) >= 4
+    assert len(out[0, 30:].unique()) >= 20 and len(later) >= 2 and len(accepted) >= 20
+    assert sum(step.path == [] for step in steps) >= 1 and sum(len(step.path) > 1 for step in steps) >= 4
     target, draft = make_pair(name, difference=0.05)
     for tree in (NO_TREE, (16, 5), sequences(3, 4)):
         steps = []
