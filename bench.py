@@ -138,6 +138,8 @@ def show(value):
         digits = len(text.partition(".")[2])
         return f"{text} ± {value.half:.{digits}f}" if value.half > 0 else text
     if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
         decimals = 0 if abs(value) >= 100 else 2 if abs(value) >= 0.995 else 3
         return f"{value:.{decimals}f}"
     return "-" if value is None else str(value)
