@@ -1,7 +1,7 @@
 """What this project does, measured here, beside what the paper published. Each question has one command:
 
     python bench.py trees           # the best trees' expected tokens by size
-    python bench.py predict         # the paper's tables computed from data sheets, beside what it measured
+    python bench.py predict         # the paper's speed-ups from data sheets and its tokens a step
     python bench.py step            # a picture of one step
     python bench.py speed           # side by side with transformers: tokens per step, ms per token
     python bench.py planner         # the planner's promises against what was achieved
@@ -12,7 +12,7 @@
 `speed --target A --draft B` compares on any pair. `speed --synthetic 7b-68m` needs no weights: it makes a
 pair of the paper's shapes on the spot, of which one number is matched to the paper's, the tokens that a step
 yields; `--offload` streams its target from host memory. All print Markdown tables. With `--save` they replace
-their section of figures/results.md, and draw. figures/paper.json is what the paper published.
+their section of figures/results.md, and draw. figures/paper.json: what the paper published, models' shapes.
 
 The same prompts, seeds and weights for all, taking turns, so that a slow minute hits all alike. Comparisons
 are paired by prompt: 1.33 ± 0.05 is a ratio of sums over prompts and half its 95% interval. Tokens per step
@@ -265,8 +265,8 @@ def in_turn(ratios):
     """The chance of each to be the first that is accepted, (rows, k)."""
     return ratios * F.pad((1 - ratios).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
-# --- 3  trees: what the dynamic program finds (section 3.1, Figures 1 and 6) --------------------------------
-# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only acceptance rates that the paper published.
+# --- 3  trees: what the dynamic program finds (section 3.1; Figures 1, 6) -----------------------------------
+# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only acceptance rates in the paper (Figure 5).
 PAPER_RATES = PAPER["acceptance_rates_llama3_70b_8b_cnn"]
 
 def trees(args, report):
@@ -347,7 +347,7 @@ def latency_of(target, draft, machine, drafting, largest):
     return sequoia.Latency(sizes, np.array([machine.seconds(target, n) + c * (n > 1) for n in sizes]), c)
 
 def power_law(b):
-    """Rates with which the chance that k children are all rejected is 1 / (k + 1)^b."""
+    """Rates with which k children, up to 16, are all rejected with the chance 1 / (k + 1)^b."""
     k = np.arange(1, 17)
     return k**-b - (k + 1) ** -b
 
@@ -375,9 +375,9 @@ def predict(args, report):
         out: attention to the text, verification, moving caches, sampling. `bare`: memory and multiplications
         alone. That fails on the A100: there the 7B's pass over 128 tokens takes as long as over one, because
         Python launches both. For the 13B on the L40 it fails that reading and multiplying go on together. b:
-        rates are a power law, as the published ones nearly are (b = 2.14), fitted to the row's tokens a step.
-        Those of SpecInfer's tree are not fitted; for long sequences they are predicted too low, as rates rise
-        along a path accepted so far. planned: of up to 256 nodes (offloaded 1024).""", rows)
+        rates are a power law, fitted to the row's tokens a step, which are the paper's; the published rates
+        fall more slowly, b is 2.14 at the first child, 1.4 at the 31st. SpecInfer's trees are given the same
+        rates: those of its rule are not published. planned: of up to 256 nodes (offloaded 1024).""", rows)
     for table in PLACES:
         errors = [row["off, %"] for row in rows if row["table"] == table]
         report.say(f"{table}: predicted speed-ups are {min(errors):+.1f}% to {max(errors):+.1f}% off.")
@@ -608,8 +608,8 @@ def draw_paces(args, report, measured):
         axis.set_title(title, loc="left", fontsize=13)
     axes[0].set_ylabel("tokens a second")
     axes[0].legend(frameon=False)
-    report.say("`generate`, `assisted`: transformers' own. `plain`: no tree. `specinfer`: the fastest of its "
-               "trees. Right: as computed by `predict`, a step being one CUDA graph, `generate` the paper's.")
+    report.say("`generate`, `assisted`: transformers' own. `plain`: no tree. `specinfer`: the best of "
+               "four trees. Right: as computed by `predict`, a step one CUDA graph, `generate` the paper's.")
     report.picture("speed", fig)
 
 # --- 7  speed --synthetic: the paper's shapes and tokens per step, with weights made on the spot ------------
@@ -812,7 +812,7 @@ def least_rejection(p, q, k):
     return (Q_of_A**k - P_of_A).amax(dim=1).clamp(min=0).mean().item()
 
 def draw_rejections(axis, rows):
-    """The paper's Figure 3: a line for each method, dashed sequoia's power law."""
+    """As the paper's Figure 3 (WikiText-103), with more methods: dashed sequoia's power law."""
     for row in rows:
         rates = [row[f"k = {k}"] for k in CHILDREN]
         axis.plot(CHILDREN, rates, ":" if row["method"] not in METHODS else "-o", markersize=4,
@@ -883,7 +883,7 @@ def mean_of(column):
     return estimate(lambda total: total / len(column), column)
 
 def one_tree(args, report, pair, prompts, logits, settings):
-    """The paper's Figure 4, right, and Table 8: methods on sequoia's best tree for temperature 0.6."""
+    """As Figure 4, right (128x6, CNN Daily Mail), and Table 8: methods on one tree, the best for 0.6."""
     shaped = sampling(0.6)
     p, q = (shaped.scores(torch.cat(both), draft=i == 1) for i, both in enumerate(zip(*logits)))
     rates = chances_of(shaped.method, p.softmax(dim=1), q, shaped.method.propose(q, 32)).mean(dim=0)
@@ -900,8 +900,8 @@ def one_tree(args, report, pair, prompts, logits, settings):
     title = f"Tokens per step on one tree, 64x{tree.depth}, {len(prompts)} texts of the target's own"
     report.table(title, f"""All methods stand before the same texts, and what they yield is computed, so a
         quotient's interval is narrower than its parts'. The paper has up to 1.65 times SpecInfer's speed and
-        1.27 times top-k's by temperature, and by top-p these tokens a step of sequoia, SpecInfer and top-k:
-        {'; '.join(f'{p}: {a}, {b}, {c}' for p, a, b, c in table)}.""", rows)
+        1.27 times top-k's by temperature (7B with JF68M, 128 nodes). Tokens a step by top-p, of sequoia,
+        SpecInfer, top-k: {'; '.join(f'{p}: {a}, {b}, {c}' for p, a, b, c in table)}.""", rows)
 
 # --- 10  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
 def scaling(args, report):
@@ -930,9 +930,9 @@ def scaling(args, report):
             rows.append(row | {"traversal / sequoia": estimate(truediv, found["traversal"], mine)})
     title = f"Tokens per step at equal size, {args.count} texts of the target's own"
     report.table(title, """`over`: how many times as many the optimal tree yields. The paper verifies all by
-        Sequoia's rule, and has up to 1.33 times as many as 16 sequences, at 512 nodes and temperature 0.6:
-        see `over 16 sequences`. With SpecInfer's rule tree and rule differ. best k: of 1, 2, 4, ... 32 by
-        expected tokens. Traversal verifies the optimal trees from the leaves.""", rows)
+        Sequoia's rule, and has up to 1.33 times as many as 16 sequences, at 512 nodes and temperature 0.6
+        (13B with JF68M, any depth): see `over 16 sequences`. With SpecInfer's rule tree and rule differ.
+        best k: of 1, 2, 4, ... 32 by expected tokens. Traversal verifies leaves first.""", rows)
     if args.save:
         for axis, mine in report.panels("scaling", rows, ncols=2):
             draw_by_size(axis, mine, {"sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"),

@@ -11,13 +11,13 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
 
     paper            here                        where in the paper, and what it is
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
-    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, the chance that child k is the one accepted
+    P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, child k's chance once its parent is accepted
     F(T)             expected_tokens             Proposition 3.4
     T[n, b]          with_children               equation 1; G(n, d) is the best over b, of depth d (appendix)
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4, seconds: a step without draft passes; a draft pass
+    t(n), c          Latency                     section 4.1, seconds: a step but draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
 small, 10 is the command line. Each needs only those above it. -1 means none: no parent, no child, no token.
@@ -975,7 +975,7 @@ def fit(logits, vocabulary):
     # A negative number cuts off.
     return nn.functional.pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
-# --- 7  The hardware-aware planner (section 4) --------------------------------------------------------------
+# --- 7  The hardware-aware planner (section 4.1) ------------------------------------------------------------
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. They are worth so many tries.
 PRIOR = 0.6 / np.arange(1, 33) ** 2
 PRIOR_TRIES = 4
