@@ -289,7 +289,6 @@ def scores_of(Q):
 def random_rows(rows, vocab=6, zeros=0.0, seed=1):
     """Target and draft distributions, (rows, vocab) each, far from each other, with exact zeros in either."""
     scores, hidden = torch.rand(2, 2, rows, vocab, generator=seeded(seed), dtype=torch.float64)
-    # The likeliest token stays.
     zero = (hidden < zeros) & (scores < scores.amax(dim=-1, keepdim=True))
     return scores.mul(6).masked_fill(zero, -math.inf).softmax(dim=-1)
 
@@ -767,7 +766,6 @@ def test_recorded_texts_equal_those_of_the_same_step_called_again(name, method, 
                 out = pair[0].generate(prompt_of(length, seed=length), custom_generate=decoder,
                                        max_new_tokens=30, do_sample=do_sample, top_k=0)
                 texts[form].append(out[0].tolist())
-            # The longest ends beyond the first cache.
             assert decoder.program.static and len(graphs) == 2 * (form == "recorded")
     assert texts["static"] == texts["recorded"]
 
@@ -1558,8 +1556,8 @@ def test_a_planner_on_a_noisy_machine_comes_near(name):
     assert pace(planner.tree, name) > 0.85 * pace(quiet.tree, name)
     c = MACHINES[name][1]
     assert planner.latency().c == pytest.approx(c, abs=0.05 + 0.15 * c)
-    # The noise of all steps is in the forecast: the fastest tenth take 1.01 times as long as without.
-    assert planner.plan.speedup < 1.06 * pace(planner.tree, name) / pace(NO_TREE, name)
+    # The noise of all steps is in the forecast, not only that of the fastest.
+    assert planner.plan.speedup < 0.97 * pace(planner.tree, name) / pace(NO_TREE, name)
 
 def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     """Of 400 steps on a machine where plans are cheap."""
@@ -1816,6 +1814,8 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     assert max(map(len, asked)) > 16
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
+    texts = [run_main(capfd, *usual, "--method=gumbel", f"--tree={tree}")[1] for tree in ("none", "8x4")]
+    assert texts[0] == texts[1]
     assert "'TopPLogitsWarper'" in run_main(capfd, *usual, "--tree", "none", "--top-p", "0.5")[2]
 
 SUMMARY = (r"\ntokens (\d+), steps (\d+), seconds ([\d.]+): ([\d.]+) tokens a step, ([\d.]+) a second; "
