@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"
 SUMMED_UP = [name for name, method in METHODS.items() if method.ratios]
 
 def quick(test):
-    """Marks a test for `-k quick`, which looks at a function's attributes, too."""
+    """Marks a test for `-k quick`, which looks at names and at attributes."""
     test.quick = True
     return test
 
@@ -722,8 +722,7 @@ SHAPED = [processors_of(), processors_of(transformers.TemperatureLogitsWarper(0.
 EXACT = {"sequoia": METHODS["sequoia"], "gumbel": METHODS["gumbel"], "greedy": sequoia.GREEDY}
 SHAPES = [NO_TREE, chain(5), sequences(4, 2), LATE] * 20 + SMALL_TREES[:197]
 
-@quick
-@pytest.mark.parametrize("form", ["host", "static", "recorded"])
+@pytest.mark.parametrize("form", ["host", "static", "recorded"], ids=["host-quick", "static", "graph-quick"])
 @settings(max_examples=12, phases=[Phase.generate])
 @given(st.sampled_from([*ARCHITECTURES]), st.integers(2, 20), st.sampled_from([*EXACT]), st.data())
 def test_a_step_adds_what_the_plain_step_adds_and_caches_are_as_fresh(form, name, window, method, data):
@@ -827,9 +826,9 @@ def test_tree_attention_equals_one_path_at_a_time(name, window):
 
 # --- 7  Decoding --------------------------------------------------------------------------------------------
 
-@quick
 @pytest.mark.parametrize("name, static", [("sequoia", False), ("naive", False), ("naive", True),
-                                          ("traversal", True), ("gumbel", False)])
+                                          ("traversal", True), ("gumbel", False)],
+                         ids=["sequoia-quick", "naive", "naive-static", "traversal-quick", "gumbel"])
 @torch.inference_mode()
 def test_joint_distribution_of_three_tokens_equals_enumeration(name, static):
     """Through the real step, 1,000 times."""
