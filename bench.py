@@ -371,10 +371,11 @@ def predict(args, report):
         A pass takes the longer of reading the weights and multiplying, each at {REACHED:.0%} of the data
         sheet, and {1e3 * KERNELS:.2f} ms a layer of small kernels (from the paper's 0.5 ms for its draft's
         pass). On chip the target's takes {1e3 * LAUNCH:.2f} ms a layer at least, in which Python launches it
-        (from the paper's 24.2 ms for the 7B's 32 layers). Offloaded, weights cross a link of 32 GB/s. Left
-        out: attention to the text, verification, moving caches, sampling. `bare`: memory and multiplications
-        alone. That fails on the A100: there the 7B's pass over 128 tokens takes as long as over one, because
-        Python launches both. For the 13B on the L40 it fails that reading and multiplying go on together. b:
+        (from the paper's 24.2 ms for the 7B's 32 layers on the A100, taken for the L40, too). Offloaded,
+        weights cross a link of 32 GB/s. Left out: attention to the text, verification, moving caches,
+        sampling. `bare`: memory and multiplications alone. That fails on the A100: the paper's speed-ups ask
+        that the 7B's pass over 128 tokens takes about as long as over one, as it would if launching took
+        longer than both. For the 13B on the L40 it fails that reading and multiplying go on together. b:
         rates are a power law, fitted to the row's tokens a step, which are the paper's; the published rates
         fall more slowly, b is 2.14 at the first child, 1.4 at the 31st. SpecInfer's trees are given the same
         rates: those of its rule are not published. planned: of up to 256 nodes (offloaded 1024).""", rows)
