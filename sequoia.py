@@ -13,7 +13,7 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     T                Tree, tree                  section 3.1, a token tree; its root is the text's last token
     P[k], p_k        acceptance_rates[k - 1]     Definition 3.2, child k's chance once its parent is accepted
     F(T)             expected_tokens             Proposition 3.4
-    T[n, b]          with_children               equation 1; G(n, d) is the best over b, of depth d (appendix)
+    T[n, b]          with_children               Algorithm 1; section 4.1's G(n, d) is its maximum on d levels
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
@@ -139,7 +139,7 @@ def k_ary(k, depth):
     """The full tree of `depth` levels: every node above the last level has `k` children."""
     return Tree([NONE] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
 
-# --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
+# --- 2  Tree construction: the dynamic program (section 3.1, Algorithm 1; appendix) -------------------------
 def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree yields on average (Proposition 3.4): the sum over its nodes
     of the product of the acceptance rates on the way from the root. Rates as in `optimal_tree`.
@@ -180,10 +180,10 @@ class BestTrees:
     with_children[d - 1][b, level, n] are the expected tokens of the best subtree of n nodes on at most d
     levels, whose root stands on this level and has b children. With none it is the root alone, n = 1. And
 
-        with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (equation 1)
+        with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (Algorithm 1)
 
     The b-th child is accepted with the chance rate_b. It gets m nodes, worth G(m): the most over all numbers
-    of children, on one level less. This takes d b n^2 / 2 additions for each row of rates. The list ends
+    of children, on one level less. This takes d b n^2 additions for each row of rates. The list ends
     where one more level changes nothing: then no further one does."""
 
     def __init__(self, acceptance_rates, size, depth):
@@ -235,7 +235,7 @@ class BestTrees:
             row = min(level, len(self.rates) - 1)
             table = self.with_children[depth - level - 1][:, row]                   # (ranks + 1, size + 1)
             sizes = []
-            # Equation 1 backwards, from the last child to the first.
+            # The recursion backwards, from the last child to the first.
             for b in range(table[:, n].argmax(), 0, -1):
                 worth = self.rates[row, b - 1] * self.below(depth - level - 1)[row, :n]
                 m = int((table[b - 1, n:0:-1] + worth).argmax())
@@ -288,7 +288,8 @@ def most_likely(scores, k, generator=None):
 
 def never_zero(q):
     """A draft's scores, (rows, V): what it gives probability 0 is not ruled out, but comes last, all alike.
-    So it is proposed once all else was rejected, uniformly, as in Algorithm 2, lines 12 to 15."""
+    So it is proposed once all else was rejected, uniformly, as in Algorithm 2, lines 12 to 15. Temperatures
+    above 50 bring it nearer, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):

@@ -91,7 +91,7 @@ def test_paths_and_masks_are_those_of_the_tree():
                 seen.add(node)
             assert {i for i, visible in enumerate(row) if visible} == seen
 
-# --- 2  Tree construction: the dynamic program (section 3.1, equation 1; appendix) --------------------------
+# --- 2  Tree construction: the dynamic program (section 3.1, Algorithm 1; appendix) -------------------------
 
 def score(path, rates):
     """f(v), Definition 3.3: the product of the rates on the way. The last row is for all deeper levels."""
