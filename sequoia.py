@@ -1089,6 +1089,10 @@ class Planner:
             # Deep enough for a binary tree: a small vocabulary may allow no other.
             self.trials.append(optimal_tree(rates, trial, max(best.tree.depth + 1, trial.bit_length())))
             self.due = self.steps
+        else:
+            # The oldest times are forgotten, and taken anew: the first steps may have been slow.
+            for tree in self.trials[:3]:
+                self.seconds[tree].pop(0)
 
     def latency(self):
         """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So 8 levels less 4 are 4 c."""

@@ -1497,12 +1497,12 @@ MACHINES = {"flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600
     "kinked": (lambda n: max(1.0, n / 48), 0.1, RATES, 200, 0.95),
     "no tree pays": (lambda n: float(n), 1.0, RATES, 200, 1)}
 
-def no_noise(rng):
+def no_noise(rng, step):
     return 1.0
 
-def noise(rng):
-    """It only adds: mostly a little, in one step of twenty a lot."""
-    return 1 + 0.1 * rng.exponential() + 2 * (rng.random() < 0.05)
+def noise(rng, step):
+    """It only adds: mostly a little, in one step of twenty a lot, and to all of the first."""
+    return 1 + 0.1 * rng.exponential() + 2 * (rng.random() < 0.05) + 0.3 * (step < 20)
 
 @functools.cache
 def simulated(name, noise, shape="auto"):
@@ -1522,7 +1522,7 @@ def simulated(name, noise, shape="auto"):
         for _ in range(steps):
             tree = planner.next_tree()
             trees.append(tree)
-            seconds = (t(tree.size) + c * (tree.depth - 1)) * noise(rng)
+            seconds = (t(tree.size) + c * (tree.depth - 1)) * noise(rng, len(trees))
             path = walk_by_rates(tree, rates, rng)
             planner.learn(Step(tree, [0] * tree.size, path, 0, seconds), counts=True)
     return planner, trees, planned
@@ -1556,8 +1556,8 @@ def test_a_planner_on_a_noisy_machine_comes_near(name):
     assert pace(planner.tree, name) > 0.85 * pace(quiet.tree, name)
     c = MACHINES[name][1]
     assert planner.latency().c == pytest.approx(c, abs=0.05 + 0.15 * c)
-    # The noise of all steps is in the forecast, not only that of the fastest.
-    assert planner.plan.speedup < 0.97 * pace(planner.tree, name) / pace(NO_TREE, name)
+    # The forecast holds the noise of all steps, not only that of the fastest, nor that of the first.
+    assert planner.plan.speedup < 1.05 * pace(planner.tree, name) / pace(NO_TREE, name)
 
 def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     """Of 400 steps on a machine where plans are cheap."""
@@ -1565,7 +1565,8 @@ def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     counts = collections.Counter(trees)
     settled = [tree for tree, count in counts.most_common(4)]
     assert sum(count for tree, count in counts.items() if tree not in settled) <= 60
-    assert counts[NO_TREE] == 2 * sequoia.FEW
+    # One more is timed after each plan that adds no trial.
+    assert 2 * sequoia.FEW < counts[NO_TREE] <= 2 * sequoia.FEW + len(planned)
     # After a trial, or twice as late as the one before.
     steps = [*planned]
     assert 5 <= len(steps) <= 20 and steps[-1] > 150
