@@ -84,7 +84,6 @@ def test_paths_and_masks_are_those_of_the_tree():
         paths = tree.paths()
         shuffle(paths)
         assert Tree.from_paths(paths) == tree == Tree.from_paths([(), *map(list, paths)])
-        # A node sees its ancestors and itself.
         for node, row in enumerate(tree.mask.tolist()):
             seen = {node}
             while (node := tree.parents[node]) >= 0:
@@ -96,15 +95,6 @@ def test_paths_and_masks_are_those_of_the_tree():
 def score(path, rates):
     """f(v), Definition 3.3: the product of the rates on the way. The last row is for all deeper levels."""
     return math.prod(rates[min(level, len(rates) - 1)][rank] for level, rank in enumerate(path))
-
-def largest_scores(rates, size, depth):
-    """The sum of the `size` highest scores of nodes. While rates fall with rank, these nodes are a tree."""
-    level = np.ones(1)
-    scores = level
-    for d in range(depth - 1):
-        level = np.sort(np.outer(level, rates[min(d, len(rates) - 1)]).flatten())[-size:]
-        scores = np.append(scores, level)
-    return np.sort(scores)[-size:].sum()
 
 @st.composite
 def acceptance_rates(draw):
@@ -139,12 +129,6 @@ def test_optimal_tree_equals_brute_force(rates, depth):
         tree = optimal_tree(rates, size, depth)
         assert tree.size == size and tree.depth <= levels and max(map(len, tree.children)) <= branch
         assert math.isclose(expected_tokens(tree, rates), best[size, -1], abs_tol=1e-12)
-
-def test_optimal_tree_takes_the_highest_scores_at_768_nodes():
-    rates, depth = [[0.5, 0.2, 0.1, 0.1], [0.9, 0.1, 0, 0], [0.3, 0.3, 0.3, 0.1]], 12
-    tree = optimal_tree(rates, 768, depth)
-    assert tree.size == 768 and tree.depth <= depth
-    assert expected_tokens(tree, rates) == pytest.approx(largest_scores(rates, 768, depth), abs=1e-9)
 
 def test_a_child_beyond_the_last_rate_is_never_accepted_and_deep_trees_need_no_recursion():
     assert expected_tokens(Tree([-1, 0, 0, 2]), [0.5]) == 1.5
@@ -557,11 +541,9 @@ ARCHITECTURES["gemma4"] = ("Gemma4Text", dict(
 MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3")
 FURTHER = {
     "MiniCPM3": MLA, "Cohere2": WINDOW, "Olmo3": WINDOW, "Granite": GQA, "SmolLM3": GQA, "Exaone4": WINDOW,
-    "GPTBigCode": GPT2, "BioGpt": SMALL}
-FURTHER["Phi"] = dict(SMALL, partial_rotary_factor=0.5)
-FURTHER["GPTJ"] = dict(GPT2, rotary_dim=4)
-FURTHER["Bert"] = dict(SMALL, is_decoder=True)
-FURTHER["Llama"] = dict(GQA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))
+    "GPTBigCode": GPT2, "BioGpt": SMALL, "Phi": dict(SMALL, partial_rotary_factor=0.5),
+    "GPTJ": dict(GPT2, rotary_dim=4), "Bert": dict(SMALL, is_decoder=True),
+    "Llama": dict(GQA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))}
 
 def config_of(name, **changes):
     kind, given = ARCHITECTURES.get(name) or (name, FURTHER[name])
@@ -663,7 +645,7 @@ def form_of(name):
 @contextlib.contextmanager
 def planned(trees):
     """Decoders take these trees, one a step."""
-    planner = SimpleNamespace(next_tree=iter(trees).__next__, learn=lambda *a, **k: None,
+    planner = SimpleNamespace(next_tree=iter(trees).__next__, learn=lambda *a, **k: None, tree=NO_TREE,
                               speedup_of=lambda steps: None)
     with mock.patch.object(sequoia, "Planner", lambda *arguments: planner):
         yield
@@ -778,11 +760,8 @@ def started(pair, tree, prompt, static=True, generator=None):
 
 class NothingOnTheCPU(TorchDispatchMode):
     """No operator takes or makes a tensor on the CPU: in a CUDA graph that would be a copy, and an error."""
-    count = 0
-
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         out = operator(*args, **(kwargs or {}))
-        self.count += 1
         leaves = tree_leaves((args, kwargs, out))
         assert not any(torch.is_tensor(leaf) and leaf.is_cpu for leaf in leaves), operator
         return out
@@ -790,7 +769,7 @@ class NothingOnTheCPU(TorchDispatchMode):
 @pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
 @torch.inference_mode()
 def test_a_static_step_takes_nothing_from_the_host(method):
-    """On the device "meta" there are no values, so that whoever asks for one fails. Launches are few."""
+    """On the device "meta" there are no values, so that whoever asks for one fails."""
     pair = make_pair("gemma3")
     programs = [started(pair, tree, prompt_of(10)) for tree in (NO_TREE, Tree([-1, 0, 0, 1]), BUSHY)]
     shaped = processors_of(*(processor for some in SHAPED[:5] for processor in some))
@@ -799,12 +778,10 @@ def test_a_static_step_takes_nothing_from_the_host(method):
     for program in programs:
         for owner in (program, program.layout, program.target, program.draft):
             vars(owner).update(tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, vars(owner)))
-        with NothingOnTheCPU() as operators:
+        with NothingOnTheCPU():
             report = program.program(torch.zeros(10, dtype=torch.long, device="meta"),
                                      sequoia.Sampling(method, shaped))
         assert report.is_meta and report.shape == (2 + program.layout.tree.size,)
-        # SpecTr's bisection takes half of them.
-        assert operators.count < (900 if method is METHODS["spectr"] else 460) * program.layout.tree.depth
 
 @quick
 @pytest.mark.parametrize("name, window", [("llama", None), ("gemma3", 12), ("gpt-oss", 12), ("mistral", 3)])
@@ -999,7 +976,6 @@ def test_vocabularies_padded_to_different_lengths():
 
 @pytest.mark.parametrize("broken, steps", [(0, 0), (0, 3), (1, 0), (1, 3)])
 def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, steps):
-    """From the prompt on, or after three steps."""
     pair = make_pair("llama")
     weight = pair[broken].lm_head.weight.data
     whole = weight.clone()
@@ -1100,6 +1076,13 @@ def test_a_streamer_gets_every_token_when_it_is_there_and_the_first_after_one_pa
     assert ids[0] == prompt_of(10)[0].tolist() and sum(ids, []) == out[0].tolist()
     assert counts[0] == 0 and set(counts) == {0, 1, *range(4, len(passes) + 1)} and len(counts) == 25
 
+def test_a_step_is_with_the_tree_that_is_planned(llama):
+    trees = [chain(3), k_ary(3, 2)] * 9
+    steps = []
+    with planned(trees):
+        assert_greedy(Decoder(*llama, on_step=steps.append), prompt_of(9), max_new_tokens=12)
+    assert [step.tree for step in steps[1:]] == trees[: len(steps) - 1]
+
 def test_a_decoder_in_use_takes_no_second_text(llama):
     def enter(step):
         with pytest.raises(RuntimeError, match="in use"):
@@ -1187,6 +1170,15 @@ def test_the_probe_passes_models_that_are_fit_in_all_dtypes(name, monkeypatch):
             plain_text(target, prompt_of(20), custom_generate=decoder, max_new_tokens=2)
             assert decoder.probed
             mask_vocabulary(target)
+
+def test_the_probe_passes_a_trained_model_in_bfloat16():
+    """After prompts of any kind, short ones too, where rounding is as large as it gets."""
+    kind = transformers.AutoModelForCausalLM
+    target = kind.from_pretrained(ROOT / "tiny" / "target", dtype=torch.bfloat16)
+    decoder = Decoder(target)
+    for seed in range(60):
+        decoder.probed = False
+        plain_text(target, prompt_of(2 + seed % 20, 4096, seed), custom_generate=decoder, max_new_tokens=2)
 
 def dropped_mask(target):
     layer = target.model.layers[-1].self_attn
@@ -1297,6 +1289,8 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     arguments = dict(max_new_tokens=40, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
     out = sequoia.generate(target, ids, assistant_model=draft, tree=(16, 5), **arguments)
     assert torch.equal(out, plain.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
+    never = dict(arguments, stop_strings="\0\0", stopping_criteria=[at_17])
+    assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
     # Without an EOS token `generate` goes on with a row that a string has ended.
     with pytest.raises(ValueError, match="StopStringCriteria in a batch"):
         sequoia.generate(llama[0], TWO_ROWS, assistant_model=llama[1], **arguments)
@@ -1560,7 +1554,6 @@ def test_a_planner_on_a_noisy_machine_comes_near(name):
     assert planner.plan.speedup < 1.05 * pace(planner.tree, name) / pace(NO_TREE, name)
 
 def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
-    """Of 400 steps on a machine where plans are cheap."""
     _, trees, planned = simulated("flat", no_noise)
     counts = collections.Counter(trees)
     settled = [tree for tree, count in counts.most_common(4)]
@@ -1611,14 +1604,13 @@ def test_a_step_is_timed_without_what_feeds_the_prompt(llama, monkeypatch):
     report = decoder.report
     seconds = sum(step.seconds for step in steps)
     rate = sum(len(step.tokens) for step in steps) / seconds
-    assert report[:2] == (40, 1 + len(steps)) and report.tree == steps[-1].tree
+    assert report[:2] == (40, 1 + len(steps)) and report.tree == decoder.planner.tree
     assert report.seconds == pytest.approx(200 + seconds, abs=1)
     assert report.speedup == pytest.approx(rate) and f"{rate:.2f} times the speed of no tree" in str(report)
 
 # --- 10  Passes ---------------------------------------------------------------------------------------------
 
 def both_texts(target, draft):
-    """One greedy and one sampled."""
     texts = []
     for do_sample in (False, True):
         out = sequoia.generate(target, prompt_of(30).to(target.device), assistant_model=draft, tree=(9, 4),
@@ -1629,6 +1621,9 @@ def both_texts(target, draft):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_and_recorded_output_equals_plain_output(name):
     pair = make_pair(name)
+    for weight_name, weight in [*pair[0].named_parameters(), *pair[1].named_parameters()]:
+        if weight_name.endswith("bias"):
+            weight.data.normal_(std=0.1)
     expected = both_texts(*pair)
     for model in pair:
         assert sequoia.pack(model) is model and sequoia.pack(model) is model
@@ -1805,14 +1800,18 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
         code, text, err = run_main(capfd, *greedy, *more)
         tokens, steps = cost_of(err)
         assert (code, text, tokens) == (0, expected, 20) and "\033" not in err
-    assert "method sequoia" in err and "last tree 8x4" in err
+    assert "method sequoia" in err and "tree 8x4" in err
     code, out, err = run_main(capfd, *greedy, "--tree", "8x4", "--explain")
     assert code == 0 and cost_of(err) == (20, steps)
     assert "─" in out and out.count("\nadds ") == steps and out.endswith(f"\n\n{expected}")
+    # By the distributions after the text so far, each child's ratio decides.
+    after = sequoia.scores_after
     asked = []
-    with mock.patch.object(sequoia, "chance", lambda *given: asked.append(given[2]) or 1.0):
-        run_main(capfd, *greedy, "--tree", "8x4", "--explain")
-    assert max(map(len, asked)) > 16
+    with mock.patch.object(sequoia, "scores_after", lambda *given: asked.append(given[2]) or after(*given)):
+        out = run_main(capfd, *usual, "--tree", "8x4", "--explain", "--temperature", "1.5")[1]
+    reasons = re.findall(r"ratio ([\d.]+), (\w+)\n", out)
+    assert max(map(len, asked)) > 16 and {word for _, word in reasons} == {"accepted", "rejected"}
+    assert all(float(ratio) <= 1 for ratio, word in reasons if word == "rejected")
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
     texts = [run_main(capfd, *usual, "--method=gumbel", f"--tree={tree}")[1] for tree in ("none", "8x4")]
@@ -1820,7 +1819,7 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     assert "'TopPLogitsWarper'" in run_main(capfd, *usual, "--tree", "none", "--top-p", "0.5")[2]
 
 SUMMARY = (r"\ntokens (\d+), steps (\d+), seconds ([\d.]+): ([\d.]+) tokens a step, ([\d.]+) a second; "
-           r"last tree (\d+)x(\d+): (.*)\nmethod .*\n")
+           r"tree (\d+)x(\d+): (.*)\nmethod .*\n")
 
 @pytest.mark.parametrize("tree, more", [("none", ()), ("8x4", ()), ("auto", ("--method", "gumbel"))])
 def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, more):
@@ -1840,9 +1839,10 @@ def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, mo
         assert (code, tokens, passes) == (0, expected, len(steps))
         assert a_step == pytest.approx(tokens / passes, abs=0.005)
         assert tokens / a_second == pytest.approx(seconds, abs=0.06, rel=0.01)
-        assert (size, depth) == (steps[-1].tree.size, steps[-1].tree.depth)
-        usual = {"none": "no tree is used", "8x4": "no step without a tree was timed"}
-        assert verdict == usual.get(tree if count > 1 else "none", verdict)
+        usual = {"none": (1, 1, "no tree is used"), "8x4": (8, 4, "no step without a tree was timed")}
+        assert (size, depth, verdict) == usual.get(tree, (size, depth, verdict))
+        # A text that ends among the first steps says nothing of the pair.
+        assert tree == "none" or verdict != "no tree is used"
 
 @pytest.mark.parametrize("where", ["__call__", "first_step"])
 def test_ctrl_c_exits_130(capfd, monkeypatch, where):
