@@ -1808,10 +1808,10 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     after = sequoia.scores_after
     asked = []
     with mock.patch.object(sequoia, "scores_after", lambda *given: asked.append(given[2]) or after(*given)):
-        out = run_main(capfd, *usual, "--tree", "8x4", "--explain", "--temperature", "1.5")[1]
-    reasons = re.findall(r"ratio ([\d.]+), (\w+)\n", out)
-    assert max(map(len, asked)) > 16 and {word for _, word in reasons} == {"accepted", "rejected"}
-    assert all(float(ratio) <= 1 for ratio, word in reasons if word == "rejected")
+        out = run_main(capfd, *usual, "--tree", "8x4", "--explain", "--top-k", "1")[1]
+    reasons = re.findall(r"target (\S+), ratio (\S+), (\w+)\n", out)
+    assert {(P, word) for P, _, word in reasons} == {("1.000", "accepted"), ("0.000", "rejected")}
+    assert max(map(len, asked)) > 16 and all((float(x) >= 1) == (P == "1.000") for P, x, _ in reasons)
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
     texts = [run_main(capfd, *usual, "--method=gumbel", f"--tree={tree}")[1] for tree in ("none", "8x4")]
