@@ -781,7 +781,8 @@ def rejections(logits, temperature, top_p):
     generator = torch.Generator(logits[0][0].device).manual_seed(0)
     shaped = sampling(temperature, top_p)
     scores = [(shaped.scores(target), shaped.scores(draft, draft=True)) for target, draft in logits]
-    rates = {name: rejection_rates(METHODS[name], scores, generator) for name in METHODS if name in COLOURS}
+    rates = {name: rejection_rates(method, scores, generator) for name, method in METHODS.items()
+             if not isinstance(method, sequoia.Traversal)}
     for name, mine in rates.items():
         row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}", "method": name}
         row |= {f"k = {k}": float(mine[:, i].mean()) for i, k in enumerate(CHILDREN)}
@@ -810,7 +811,8 @@ def draw_rejections(axis, rows):
     """As the paper's Figure 3 (WikiText-103), with more methods: dashed sequoia's power law."""
     for row in rows:
         rates = [row[f"k = {k}"] for k in CHILDREN]
-        axis.plot(CHILDREN, rates, "-o", markersize=4, color=COLOURS[row["method"]], label=row["method"])
+        axis.plot(CHILDREN, rates, "-o", markersize=4, color=COLOURS.get(row["method"], BLACK),
+                  label=row["method"])
         if row["method"] == "sequoia":
             b = row["b"].value
             C = np.exp(np.mean(np.log(rates)) + b * np.mean(np.log(CHILDREN)))
