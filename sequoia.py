@@ -937,7 +937,7 @@ class TreeStep:
 
         def scores(logits, nodes, draft=False):
             """A model's scores after these nodes, an index of them, (nodes, V)."""
-            # To the text without the root, the nodes from the root on.
+            # After the text up to the root come the nodes from the root to this one.
             texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node, 1:-1]]]) for node in nodes)
             return sampling.scores(logits, texts, None if noise is None else noise[nodes], draft)
 
