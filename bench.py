@@ -267,7 +267,7 @@ def in_turn(ratios):
     return ratios * F.pad((1 - ratios).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
 # --- 3  trees: what the dynamic program finds (section 3.1; Figures 1, 6) -----------------------------------
-# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only acceptance rates in the paper (Figure 5).
+# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only rates that the paper prints (by Figure 5).
 PAPER_RATES = PAPER["acceptance_rates_llama3_70b_8b_cnn"]
 
 def trees(args, report):
@@ -360,7 +360,7 @@ def best_by_exponent(size, depth):
     return exponents, [expected_tokens_table(power_law(b), size, depth)[size, depth] for b in exponents]
 
 def published(table):
-    """The rows of one of the paper's tables, with the exponent at which the tree yields its tokens a step."""
+    """Rows of the paper's tables, with the exponent at which the tree yields its tokens a step."""
     for values in PAPER[table]["rows"]:
         row = dict(zip(PAPER[table]["columns"], values))
         exponents, tokens = best_by_exponent(row["tree_size"], row["tree_depth"])

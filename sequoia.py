@@ -319,7 +319,8 @@ def shared_noise(seed, positions, vocabulary):
 # to which the draft gives a chance, and the target gives none to others; or if they are the whole vocabulary.
 # A rejected token had R[s] < D[s], so the next residual gives it nothing: what is left of the target is among
 # the tokens not yet tried. On the last of them R = D = 1. With replacement a rejected token may come again,
-# in vain. Where the draft gives a chance to fewer than k, the rest come last, all alike (`never_zero`).
+# in vain. Where the draft gives a chance to fewer than k, the rest come last, all alike (`never_zero`). The
+# optimal transport property: a single child is accepted with the chance sum min(P, Q), the most of any rule.
 #
 # Towards temperature 0 children become the draft's likeliest tokens in order, or with replacement copies of
 # one.
@@ -785,7 +786,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     texts = [text]
     drafts = []
     for node in range(tree.size):
-        drafts.append(draft(texts[node]))
+        # What the draft gives probability 0 comes last, all alike: see `never_zero`.
+        drafts.append(draft(texts[node]).double().clamp(min=-1e9))
         if tree.children[node]:
             proposed = sample_without_replacement(drafts[node][None], len(tree.children[node]), generator)
             texts += [torch.cat([texts[node], token]) for token in proposed.T]

@@ -1,11 +1,9 @@
 """The guarantees of sequoia.py, as tests: slow, obvious oracles beside the fast code.
 `python -m pytest -k quick` runs one test or more of every guarantee.
 Exact tests enumerate every case. Statistical tests are seeded, and fail if what they see has a chance below
-1e-9: a false alarm from any of them has a chance below 1e-6.
-"""
+1e-9: a false alarm from any of them has a chance below 1e-6."""
 import collections, contextlib, copy, doctest, functools, gc, inspect, itertools, json, math, os, random, re
 import shutil, socket, subprocess, sys, warnings
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -167,7 +165,7 @@ def all_proposals(Q, k, replacement):
     """All sequences of k tokens, (sequences, k), and their chances to be drawn from Q (rows, V), (sequences,
     rows). Without replacement, after all that Q gives a chance, uniformly from the rest."""
     tokens = range(Q.shape[1])
-    found = list(product(tokens, repeat=k) if replacement else itertools.permutations(tokens, k))
+    found = list(itertools.product(tokens, repeat=k) if replacement else itertools.permutations(tokens, k))
     chances = []
     for sequence in found:
         D = Q
@@ -241,7 +239,7 @@ def test_shared_noise_is_uniform_and_independent_over_positions_tokens_and_seeds
     # Uniform numbers, (seeds, positions, tokens). The hash of three zeros is 0, its number rounds to 1.
     uniform = (-torch.expm1(-(-noise.double()).exp())).clamp(max=1 - 1e-9)
     bins = (uniform * 16).long()
-    for dim, distance in product(range(3), (1, 2, 3)):
+    for dim, distance in itertools.product(range(3), (1, 2, 3)):
         count = uniform.shape[dim] - distance
         first = bins.narrow(dim, 0, count)
         pairs = (first * 16 + bins.narrow(dim, distance, count)).flatten().bincount(minlength=256)
@@ -268,7 +266,6 @@ def weights_of(vocab):
     return st.lists(weight, min_size=vocab, max_size=vocab).filter(any).map(distribution)
 
 def scores_of(Q):
-    """A draft's scores, as a step has them."""
     return sequoia.never_zero(Q.log())
 
 def random_rows(rows, vocab=6, zeros=0.0, seed=1):
@@ -304,7 +301,7 @@ def test_ten_thousand_targets_and_drafts_with_zeros(name):
 
 @quick
 def test_the_plain_algorithm_for_one_node_equals_the_fast_one_row_by_row():
-    """With the same noise: the same rank and residual, never NaN, for all 10,000."""
+    """With the same noise: the same rank and residual, never NaN, for all 10,000. A plain step yields P."""
     for (V, k), (P, Q) in TASKS.items():
         q = scores_of(Q)
         tokens = METHODS["sequoia"].propose(q, k, seeded(k))
@@ -317,6 +314,9 @@ def test_the_plain_algorithm_for_one_node_equals_the_fast_one_row_by_row():
                 torch.testing.assert_close(left[row].exp(), R, atol=1e-12, rtol=1e-6)
             else:
                 assert accepted[row, rank] and not accepted[row, :rank].any() and not R.isnan().any()
+        found = [sequoia.step_plainly(lambda _: P[i].log(), lambda _: Q[i].log(), torch.tensor([0]),
+                                      k_ary(k, 2), seeded(i))[0] for i in range(99)]
+        assert chi_square_tail(torch.stack(found).bincount(minlength=V), P[:99].sum(dim=0)) > 1e-9
 
 def test_gumbels_child_is_accepted_as_often_as_is_exact():
     """Token j is both models' if E_j / P_j and E_j / Q_j are the least: 1 / sum max(P_i / P_j, Q_i / Q_j)."""
@@ -503,7 +503,7 @@ def test_a_child_that_does_not_exist_is_never_accepted_leaves_first():
     layout = sequoia.Layout(Tree([-1, 0, 0, 1, 2]), "cpu")
     tokens = torch.tensor([0, 1, -1, 2, -1])
     q = torch.zeros(5, 3)
-    for wanted, seed in product(range(3), range(20)):
+    for wanted, seed in itertools.product(range(3), range(20)):
         p = torch.eye(4, 3)[[wanted, 2, 0, 3, 0]].log()
         found = METHODS["traversal"].verify_tree(layout, tokens, p.__getitem__, q, seeded(seed))
         assert torch.cat(found).tolist() == ([3, -1] if wanted == 1 else [0, wanted])
@@ -931,7 +931,6 @@ def test_below_a_child_that_does_not_exist_there_is_none_and_no_grammar_is_asked
                       prefix_allowed_tokens_fn=allowed)
     below = [step.node_tokens[node] for step in steps[1:] for node in range(1, 8)
              if step.node_tokens[step.tree.parents[node]] < 0]
-    # Those with replacement repeat a child instead.
     assert set(below) == {NONE} or replaces(method) and not below
 
 @quick
@@ -984,7 +983,7 @@ def test_nan_logits_are_an_error_and_leave_nothing_behind(broken, steps):
         if next(fine, None) is None:
             weight.fill_(math.nan)
 
-    for method, do_sample in product(METHODS, (False, True)):
+    for method, do_sample in itertools.product(METHODS, (False, True)):
         decoder = Decoder(*pair, Tree([-1, 0, 1, 1, 2]), method, on_step=spoil)
         fine = iter(range(steps))
         spoil(None)
@@ -1227,7 +1226,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_texts_with_and_without_a_graph_are_identical_on_a_gpu(method):
     pair = [model.cuda() for model in make_pair("llama")]
     texts = []
-    for cuda_graph, length in product((True, False), (20, 9, 31)):
+    for cuda_graph, length in itertools.product((True, False), (20, 9, 31)):
         decoder = Decoder(*pair, (16, 5), method, seeded(0, "cuda"), cuda_graph=cuda_graph)
         prompt = prompt_of(length).cuda()
         out = pair[0].generate(prompt, custom_generate=decoder, max_new_tokens=60, do_sample=True)
@@ -1408,9 +1407,10 @@ def test_every_setting_that_asks_for_another_decoding_or_output_is_refused(llama
     with torch.autocast("cpu", torch.bfloat16):
         refused("unable to do torch.autocast")
     # A hook may tell passes apart, on the model and on a layer.
-    for module, when in product((llama[0], llama[0].model.layers[1]), ("forward_hook", "forward_pre_hook")):
-        with getattr(module, f"register_{when}")(lambda *given: None):
-            refused("unable to do forward hooks on the target")
+    for module in (llama[0], llama[0].model.layers[1]):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            with register(lambda *given: None):
+                refused("unable to do forward hooks on the target")
 
 def test_the_front_door_says_what_it_lacks(llama):
     """sequoia.generate and trees: one check each."""
@@ -1910,7 +1910,7 @@ BAD_VALUES = {
     "--prompt": ["", "\udcff", "@", "@FOLDER/empty.txt", "@FOLDER/binary.txt", "@FOLDER/no.txt", "x " * 999],
     "--target": ["a/b/c"]}
 BAD_REQUESTS = [[f"{name}={value}"] for name, values in BAD_VALUES.items() for value in values]
-for _kind, _name, _more in product(("target", "draft"), BAD_MODELS, ([], ["--offload"])):
+for _kind, _name, _more in itertools.product(("target", "draft"), BAD_MODELS, ([], ["--offload"])):
     BAD_REQUESTS.append([f"--{_kind}=FOLDER/{_name}", *_more])
 
 @pytest.mark.parametrize("words", BAD_REQUESTS, ids=lambda words: " ".join(words)[:40])
