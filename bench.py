@@ -267,7 +267,7 @@ def in_turn(ratios):
     return ratios * F.pad((1 - ratios).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
 # --- 3  trees: what the dynamic program finds (section 3.1; Figures 1, 6) -----------------------------------
-# Llama-3-70B with the 8B as its draft, CNN Daily Mail: the only rates that the paper prints (by Figure 5).
+# Llama-3-70B-Instruct with the 8B as its draft, on CNN news: the only rates that the paper prints (Figure 5).
 PAPER_RATES = PAPER["acceptance_rates_llama3_70b_8b_cnn"]
 
 def trees(args, report):
@@ -348,8 +348,8 @@ def latency_of(target, draft, machine, drafting, largest):
     return sequoia.Latency(sizes, np.array([machine.seconds(target, n) + c * (n > 1) for n in sizes]), c)
 
 def power_law(b):
-    """Rates with which k children, up to 16, are all rejected with the chance 1 / (k + 1)^b: Definition 3.5's
-    power law, 1 / k^b, with k + 1 for k, as the first child would else never be accepted."""
+    """Rates with which k children, up to 16, are all rejected with the chance 1 / (k + 1)^b: the bound of
+    Definition 3.5, 1 / k^b, with k + 1 for k, as the first child would else never be accepted."""
     k = np.arange(1, 17)
     return k**-b - (k + 1) ** -b
 

@@ -781,7 +781,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). say: see
     `verify_one_node`. All that follows computes the same, faster, and is tested against this. Greedy decoding
-    is its limit for scores divided by a temperature towards 0."""
+    is its limit for scores divided by a temperature towards 0. At others a draft's finite scores must differ
+    by less than 700, as float64 holds no smaller probabilities."""
     # 1. The draft grows the tree. Each node with children proposes them; their texts come in level order.
     texts = [text]
     drafts = []

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -108,6 +107,7 @@ def acceptance_rates(draw):
 
 @quick
 @given(acceptance_rates(), st.none() | st.integers(1, 8))
+@example(np.array([1e-3, 1e-7, 1e-7]), 3)
 def test_optimal_tree_equals_brute_force(rates, depth):
     branch = rates.shape[-1]
     levels = depth or 8
