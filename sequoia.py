@@ -20,8 +20,8 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     t(n), c          Latency                     section 4.1, seconds: a step but draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
-small, 10 is the command line. Each needs only those above it. -1 means none: no parent, no child, no token.
-Left out: training drafts, batched serving, recurrent models.
+small, 10 is the command line. Each can be read after those above it. -1 means none: no parent, no child, no
+token. Left out: training drafts, batched serving, recurrent models.
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -252,7 +252,8 @@ def _check_rates(acceptance_rates):
     return rates
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
-# Probabilities travel as scores: float32 logarithms, which do not underflow at low temperatures.
+# From models to verification probabilities travel as scores: logarithms in float32, which do not underflow at
+# low temperatures.
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
@@ -420,7 +421,7 @@ class Method:
     def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
         """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
         layout: section 5's. tokens: (size,). target_scores: from an index of nodes to their scores, (nodes,
-        V); the walk asks only for those that it visits. q: (size, V). If `static`, it goes on to the last
+        V); on the host only for those that it visits. q: (size, V). If `static`, it goes on to the last
         level after a rejection, from a node without children: a CUDA graph cannot branch."""
         # Each node has its noise. The index `size` stands for no child: it has no token and no children.
         noise = nn.functional.pad(uniform(tokens, generator), (0, 1))
@@ -509,6 +510,7 @@ class Traversal(Method):
         q = nn.functional.pad(q, (0, 1), value=RULED_OUT)
         # The last row is no child's.
         tokens = nn.functional.pad(tokens, (0, 1), value=NONE)
+        # Down the tree: a node's row of R is its target until its children are tried, then its residual.
         for level in layout.levels:
             proposed = tokens[layout.children[level.expanded, : level.width]]           # (expanded, width)
             ratios, R[level.expanded] = ratios_in_turn(R[level.expanded], q[level.expanded], proposed)
@@ -690,6 +692,7 @@ class CachedModel:
         slots take part."""
         positions = base + layout.depth
         # Each slot's column of layout.mask: 0 for the text, i + 1 for node i, size + 1 for what is free.
+        # Columns count from 1 for the root, so slots are counted from 1, too.
         after_slots = torch.arange(1, visible + 1, device=base.device)
         column = (after_slots - base).clamp(0, layout.tree.size + 1)
         masks = []
@@ -948,7 +951,7 @@ class TreeStep:
         visible = self.target.store.shape[2] if self.static else len(text) - 1 + size
         placed = [model.place(layout, self.base, visible) for model in self.models]
         if method.shared_noise:
-            positions = self.base + layout.nodes[: layout.tree.depth]
+            positions = self.base + torch.arange(layout.tree.depth, device=self.base.device)
             noise = shared_noise(self.seed, positions, vocabulary)[layout.depth[:size]]         # (size, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
@@ -1026,10 +1029,10 @@ def seconds_to_plan(size):
     return min(DEEPEST, size) * min(WIDEST, size) * (2e-5 + 2e-9 * double**2)
 
 class Planner:
-    """Chooses a Decoder's trees. First `trials` are decoded with, FEW steps each, and timed. Then the best
-    tree is planned, which may add a trial near its own size. A plan made at step i is due again at step 2 i,
-    as rates are better known then. It waits until it takes less than 2% of the time decoded. shape: as a
-    Decoder's tree. plan: the last Plan, if any."""
+    """Chooses a Decoder's trees. First `trials` are decoded with, FEW steps or more each, and timed. Then the
+    best tree is planned, which may add a trial of another size, after which it plans again. Else a plan made
+    at step i is due again at step 2 i, as rates are better known then. It waits until it takes less than 2%
+    of the time decoded. shape: as a Decoder's tree. plan: the last Plan, if any."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1080,7 +1083,7 @@ class Planner:
         self.plan = best._replace(speedup=best.speedup / np.median(beyond))
         self.tree = best.tree
         # Where t(n) is a guess, a tree is tried: of twice the largest timed size, if the planned one is more
-        # than half of it, else half way to the next timed size, unless that is up to a third larger.
+        # than half of it, else half way to the next timed size, unless that is near: 3 nodes or a third more.
         size = best.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
         trial = 0
