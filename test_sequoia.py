@@ -247,8 +247,7 @@ def test_shared_noise_is_uniform_and_independent_over_positions_tokens_and_seeds
     # Neither sums nor multiples of the three stand for one another.
     assert len(noise.unique()) > 0.98 * noise.numel()
     # A position's noise is its own, and a larger vocabulary's begins as a smaller one's.
-    some = sequoia.shared_noise(seeds[5:], torch.tensor([7, 3]), 10)
-    assert some.equal(noise[5, [7, 3], :10])
+    assert sequoia.shared_noise(seeds[5:], torch.tensor([7, 3]), 10).equal(noise[5, [7, 3], :10])
 
 def test_the_smallest_noise_keeps_its_precision():
     """Multiples of 2^-24, as float32 has them, would be too far apart."""
@@ -622,8 +621,7 @@ class EmulatedGraph(TorchDispatchMode):
 
     def replay(self):
         for operator, args, kwargs, out in self.calls:
-            again = operator(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again)):
+            for old, new in zip(tree_leaves(out), tree_leaves(operator(*args, **kwargs))):
                 if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():
                     assert old.shape == new.shape
                     old.copy_(new)
@@ -1015,11 +1013,9 @@ def test_a_text_may_come_up_to_the_switch_of_longrope_and_not_beyond(kind):
     with pytest.raises(ValueError, match="up to 40 tokens; the prompt has 20, .* up to 42"):
         plain_text(target, prompt_of(20), max_length=42, custom_generate=decoder)
 
-LONG = transformers.LlamaConfig(**GQA | dict(max_position_embeddings=2**16))
-
 def test_caches_are_as_large_as_the_text_and_a_chain_of_1100_needs_no_recursion():
     """The caches, where max_new_tokens slots would be 26 MB."""
-    target, draft = make_pair(LONG)
+    target, draft = make_pair(transformers.LlamaConfig(**GQA | dict(max_position_embeddings=2**16)))
     end = int(plain_text(target, prompt_of(12), max_new_tokens=1)[0, -1])
     decoder = Decoder(target, draft)
     assert_greedy(decoder, prompt_of(12), max_new_tokens=50_000, eos_token_id=end, pad_token_id=0)
@@ -1095,7 +1091,6 @@ NEO = transformers.GPTNeoConfig(**SMALL | dict(num_layers=2, num_heads=4, window
                                 attention_types=[[["global", "local"], 1]])
 T5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
 LLAMA4 = transformers.Llama4TextConfig(**HEAD, intermediate_size_mlp=48, num_local_experts=2)
-PAIR = make_pair("gpt2")
 LLAMA = make_pair("llama")[1]
 UNFIT = [transformers.T5ForConditionalGeneration(T5)]
 UNFIT += [make_pair(name)[0] for name in ("llama", "llama", "mixtral", "qwen2")]
@@ -1172,8 +1167,7 @@ def test_the_probe_passes_models_that_are_fit_in_all_dtypes(name, monkeypatch):
 
 def test_the_probe_passes_a_trained_model_in_bfloat16():
     """After prompts of any kind, short ones too, where rounding is as large as it gets."""
-    kind = transformers.AutoModelForCausalLM
-    target = kind.from_pretrained(ROOT / "tiny" / "target", dtype=torch.bfloat16)
+    target = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "target", dtype=torch.bfloat16)
     decoder = Decoder(target)
     for seed in range(60):
         decoder.probed = False
@@ -1193,9 +1187,9 @@ def steered(target, alone=False):
 
     target.model.layers[0].register_forward_hook(hook)
 
-ROBERTA = transformers.RobertaConfig(**SMALL, is_decoder=True)
-SPOILT = {"dropped mask": dropped_mask, "steered": steered,
-          "steered alone": functools.partial(steered, alone=True), "roberta": ROBERTA, "gpt-neo": NEO}
+SPOILT = {"dropped mask": dropped_mask, "steered": steered, "gpt-neo": NEO,
+          "steered alone": functools.partial(steered, alone=True),
+          "roberta": transformers.RobertaConfig(**SMALL, is_decoder=True)}
 
 @quick
 @pytest.mark.parametrize("masked", [False, True])
@@ -1355,7 +1349,7 @@ CALLS += [
 @pytest.mark.parametrize("given, words", CALLS, ids=[",".join(given) for given, _ in CALLS])
 def test_an_unusual_call_gives_generates_text_or_says_what_is_wrong(given, words):
     """Before the first step, or the second token."""
-    target, draft = PAIR
+    target, draft = make_pair("gpt2")
     steps = []
     given = dict(max_new_tokens=20, do_sample=False) | given
     prompt = given.pop("prompt", prompt_of(12))
@@ -1431,6 +1425,12 @@ def test_the_front_door_says_what_it_lacks(llama):
                   dict(inputs=ids, tree="none")):
         out = sequoia.generate(target, max_new_tokens=8, do_sample=False, **given)
         assert out.equal(plain_text(target, ids, max_new_tokens=8))
+    # Both doors hand every option to the Decoder.
+    options = dict(tree="none", method="topk", generator=seeded(0), on_step=print, cuda_graph=False)
+    for door, model in ((sequoia.generate, "assistant_model"), (sequoia.decode, "draft")):
+        with mock.patch.object(sequoia, "Decoder") as made:
+            door(target, ids, max_new_tokens=8, **{model: draft}, **options)
+        assert made.call_args.args == (target, draft, *options.values())
 
 # --- 9  The planner -----------------------------------------------------------------------------------------
 
@@ -1633,8 +1633,7 @@ def test_packed_and_recorded_output_equals_plain_output(name):
 @quick
 def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
     """A loop over the experts that were hit makes a trace of one run wrong for the next: it is found out."""
-    config = transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager")
-    pair = make_pair(config)
+    pair = make_pair(transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager"))
     expected = both_texts(*pair)
     sequoia.pack(pair[0])
     assert both_texts(*pair) == expected and pair[0]._sequoia_pass.__name__ == "forward"
