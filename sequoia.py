@@ -1417,10 +1417,10 @@ class Decoder:
         def difference(count):
             """How far the last tokens' distributions, scored again together, are from the prompt's pass."""
             tokens = text[-count:]
-            # Beside each token but the first stands a decoy, the token before it. So the prompt's own are the
-            # nodes 0, 1, 3, 5, ..., and their slots run ahead of their positions.
-            pairs = torch.stack([tokens[1:], tokens[:-1]], dim=1)
-            real = torch.arange(-1, 2 * count - 1, 2, device=text.device).clamp(min=0)
+            # In the slot before each token but the first stands a decoy, the token before it. So the prompt's
+            # own are the nodes 0, 2, 4, ..., and their slots run ahead of their positions.
+            pairs = torch.stack([tokens[:-1], tokens[1:]], dim=1)
+            real = torch.arange(0, 2 * count, 2, device=text.device)
             layout = Layout(sequences(2, count - 1), text.device)
             placed = self.target.place(layout, self.seed.new_tensor([len(text) - count]), self.capacity)
             again = self.target.logits(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes, placed)[real]
@@ -1448,23 +1448,28 @@ def decode(model, input_ids, draft=..., tree="auto", method="sequoia", generator
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
 def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="sequoia", generator=None,
-             on_step=None, cuda_graph=True, streamer=None, tokenizer=None, stop_strings=None,
-             stopping_criteria=None, **kwargs):
+             on_step=None, cuda_graph=True, streamer=None, tokenizer=None, assistant_tokenizer=None,
+             stopping_criteria=None, generation_config=None, **kwargs):
     """`model.generate` with all of its arguments, by a Decoder made for one call. assistant_model: the draft.
     inputs: ids, (rows, length), or all that a tokenizer returns. As custom_generate/generate.py in a folder,
     this file is found by `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     if assistant_model is None and tree_shape(tree) != NO_TREE:
         raise ValueError("generate needs assistant_model, the draft, or tree='none'")
+    if assistant_tokenizer is not None:
+        raise ValueError("unable to do assistant_tokenizer: the draft needs the target's tokenizer")
+    if isinstance(inputs, Mapping):
+        kwargs = {**inputs, **kwargs}
+        inputs = None
     criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
+    # Behind a custom_generate transformers loses the tokenizer that stop strings need.
+    stop_strings = model._prepare_generation_config(generation_config, **kwargs)[0].stop_strings
     if stop_strings:
         if tokenizer is None:
             raise ValueError("stop_strings need tokenizer=, the tokenizer")
         criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-    if isinstance(inputs, Mapping):
-        kwargs = {**inputs, **kwargs}
-        inputs = None
-    return model.generate(inputs, stopping_criteria=criteria,
+        kwargs["stop_strings"] = None
+    return model.generate(inputs, generation_config, stopping_criteria=criteria,
                           custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)
 
 # --- 9  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
@@ -1731,7 +1736,7 @@ def explain(decoder, tokenizer, text, step):
             token = step.node_tokens[child]
             ratio = "" if ratios is None else f"ratio {ratios[rank]:.2f}, "
             verdict = "accepted" if child in path else "rejected"
-            reasons += (f"{words[child]!r}: the draft gives {Q[0, token]:.3f}, the target {P[0, token]:.3f}, "
+            reasons += (f"'{words[child]}': the draft gives {Q[0, token]:.3f}, the target {P[0, token]:.3f}, "
                         f"{ratio}{verdict}\n")
             if child in path:
                 break
