@@ -1130,10 +1130,10 @@ class Planner:
             self.decoded += step.seconds
 
     def speedup_of(self, steps):
-        """How many times the speed of no tree these steps had, or None."""
+        """How many times the speed of no tree these steps had; None before the first plan."""
         steps = [step for step in steps if step.seconds]
-        without = self.seconds.get(NO_TREE)
-        if steps and without:
+        if steps and self.plan:
+            without = self.seconds[NO_TREE]
             seconds_a_token = sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
             return float(np.median(without)) / seconds_a_token
 
@@ -1191,13 +1191,13 @@ class Report(NamedTuple):
     steps: int               # passes of the target, that over the prompt included
     seconds: float           # of the whole call
     tree: Tree               # the planner's choice
-    speedup: float | None    # achieved after the prompt, in times the speed of no tree, if that was timed
+    speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
 
     def __str__(self):
         if self.tree == NO_TREE:
             verdict = "no tree is used"
         elif self.speedup is None:
-            verdict = "no step without a tree was timed"
+            verdict = "not compared with no tree"
         else:
             verdict = f"{self.speedup:.2f} times the speed of no tree"
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "

@@ -1839,7 +1839,7 @@ def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, mo
         assert (code, tokens, passes) == (0, expected, len(steps))
         assert a_step == pytest.approx(tokens / passes, abs=0.005)
         assert tokens / a_second == pytest.approx(seconds, abs=0.06, rel=0.01)
-        usual = {"none": (1, 1, "no tree is used"), "8x4": (8, 4, "no step without a tree was timed")}
+        usual = {"none": (1, 1, "no tree is used"), "8x4": (8, 4, "not compared with no tree")}
         assert (size, depth, verdict) == usual.get(tree, (size, depth, verdict))
         # A text that ends among the first steps says nothing of the pair.
         assert tree == "none" or verdict != "no tree is used"
