@@ -1002,9 +1002,10 @@ def show_step(args, report, found, tried, words, before):
     tried = {node: both for node, *both in tried}
     fig, axis = pyplot().subplots(figsize=(9, 1.3 + 0.85 * len(leaves)), layout="constrained")
     kinds = {"not tried": GREY, "rejected": RED, "accepted": GREEN, "the target's own": BLUE}
+    kinds["the text"] = BLACK
     for node, path in enumerate(paths):
         kind = "rejected" if node in tried else "not tried" if node < found.tree.size else "the target's own"
-        kind = "accepted" if node in (0, *found.path) else kind
+        kind = "accepted" if node in found.path else kind if node else "the text"
         colour, x, y = kinds[kind], len(path), row[path]
         if path:
             start = row[path[:-1]]
@@ -1016,8 +1017,9 @@ def show_step(args, report, found, tried, words, before):
             axis.text(x, y + 0.26, "draft {:.2f}\ntarget {:.2f}".format(*tried[node]), ha="center", va="top",
                       fontsize=10, color=colour, linespacing=1.1)
     handles = [axis.plot([], [], "s", color=colour, label=kind)[0] for kind, colour in kinds.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
-    axis.set_title(f"after ... {before[-44:]!r}", loc="left", fontsize=12)
+    fig.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=12)
+    axis.set_title(f"after ... {before[-44:]!r}\ndraft, target: what rejections before have left of their "
+                   f"probabilities", loc="left", fontsize=12)
     axis.set(xlim=(-0.4, max(map(len, paths)) + 0.4), ylim=(len(leaves) - 0.1, -0.4))
     axis.axis("off")
     report.picture("step", fig)
