@@ -1637,7 +1637,7 @@ def arguments(argv):
     add = parser.add_argument
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
-    add("--prompt", default=PROMPT, help="text to go on from, or @FILE (a class)")
+    add("--prompt", default=PROMPT, help="text to go on from, or @FILE, as @/dev/stdin (a class)")
     add("--max-new-tokens", type=number(int, 1, 10**9), default=128, help="in tokens (%(default)s)")
     add("--temperature", type=number(float, 0, 1000), default=0.6,
         help="0 is greedy, 1 the model's own (%(default)s)")
