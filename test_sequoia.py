@@ -1841,8 +1841,8 @@ def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, mo
         assert tokens / a_second == pytest.approx(seconds, abs=0.06, rel=0.01)
         usual = {"none": (1, 1, "no tree is used"), "8x4": (8, 4, "not compared with no tree")}
         assert (size, depth, verdict) == usual.get(tree, (size, depth, verdict))
-        # A text that ends among the first steps says nothing of the pair.
-        assert tree == "none" or verdict != "no tree is used"
+        # A text that ends among the 12 trials says nothing of the pair.
+        assert tree != "auto" or passes > 12 or verdict == "not compared with no tree"
 
 @pytest.mark.parametrize("where", ["__call__", "first_step"])
 def test_ctrl_c_exits_130(capfd, monkeypatch, where):
