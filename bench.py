@@ -782,7 +782,7 @@ def rejections(logits, temperature, top_p):
     shaped = sampling(temperature, top_p)
     scores = [(shaped.scores(target), shaped.scores(draft, draft=True)) for target, draft in logits]
     rates = {name: rejection_rates(method, scores, generator) for name, method in METHODS.items()
-             if not isinstance(method, sequoia.Traversal)}
+             if not method.leaves_first}
     for name, mine in rates.items():
         row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}", "method": name}
         row |= {f"k = {k}": float(mine[:, i].mean()) for i, k in enumerate(CHILDREN)}
@@ -829,9 +829,9 @@ def expected_yield(method, layout, tokens, p, q):
     """The tokens that a step yields on average, given its proposals, tokens (size,), and scores (size, V)."""
     tree = layout.tree
     P = verified(method, p)
-    if isinstance(method, sequoia.Traversal):
+    if method.leaves_first:
         # Each node's depth + 1 times the chance that it is the first to accept.
-        nodes, masses, _ = method.endings(layout, tokens, P, q)
+        nodes, masses, _ = sequoia.endings(method, layout, tokens, P, q)
         return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
     # A walk: the chances to reach each node, summed. Nodes with equally many children go together.
     accepted = torch.ones_like(P[:, 0])
@@ -847,10 +847,18 @@ class Onlooker(sequoia.Method):
     judge: sequoia.Method = None
     seen: list = None
 
-    def verify_tree(self, layout, tokens, target_scores, q, *rest):
-        p = target_scores(layout.nodes)
-        self.seen.append(expected_yield(self.judge, layout, tokens, p, q))
-        return layout.nodes[:1], self.draw(p, 1)[:, 0]
+    def begin(self, p, generator):
+        return p
+
+def look_on(method, layout, tokens, target, q, *rest, walk=sequoia.walk):
+    """In place of sequoia.walk."""
+    if not isinstance(method, Onlooker):
+        return walk(method, layout, tokens, target, q, *rest)
+    p = target(layout.nodes)
+    method.seen.append(expected_yield(method.judge, layout, tokens, p, q))
+    return layout.nodes[:1], method.draw(p, 1)[:, 0]
+
+sequoia.walk = look_on
 
 def yields(pair, how, contenders, prompts):
     """What trees with methods yield: a mean over the steps of each text, (texts,), for each name. how:

@@ -20,27 +20,37 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     t(n), c          Latency                     section 4.1, seconds: a step but draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
-small, 10 is the command line. Each can be read after those above it. -1 means none: no parent, no child, no
-token. Left out: training drafts, batched serving, recurrent models.
+small, 10 is the command line. Each needs only what stands above it. -1 means none: no parent, no child, no
+token. Left out: training drafts, batched serving, recurrent models. What a change of a section must keep, and
+the tests notice:
+
+    1, 2   no tree of its size and depth has more expected tokens than the optimal one
+    3      tokens are proposed as the draft gives them, without those before
+    4      for any target, draft and number of children the token is distributed as the target
+    5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
+    6      a step adds what `step_plainly` adds, on the host, without it, and recorded
+    7      the tree comes near the fastest, however steps are timed
+    8      the text is that of `generate`, or a ValueError says what cannot be done
+    9      a packed, recorded or offloaded pass is the plain one
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 """
-import argparse, contextlib, functools, gc, inspect, math, os, re, sys, threading, time, warnings
+import argparse, contextlib, gc, inspect, math, os, re, sys, threading, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
-from transformers.generation import GenerateDecoderOnlyOutput
 
 NONE = -1
 
@@ -101,7 +111,7 @@ class Tree:
             paths.append((*paths[self.parents[node]], self.ranks[node]))
         return paths[1:]
 
-    @functools.cached_property
+    @cached_property
     def mask(self):
         """Who may attend to whom, (size, size) bool: mask[i, j] where j is i or an ancestor of i."""
         mask = np.eye(self.size, dtype=bool)
@@ -158,7 +168,7 @@ def expected_tokens(tree, acceptance_rates):
 def expected_tokens_table(acceptance_rates, size, depth):
     """G(n, d), the expected tokens of the best tree of exactly n nodes on at most d levels, for all n and d:
     (size + 1, depth + 1) float64, -inf where there is no such tree. Arguments as in `optimal_tree`."""
-    return BestTrees(acceptance_rates, size, depth).expected_tokens()
+    return BestTrees(acceptance_rates, size, depth).table(depth)
 
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens.
@@ -175,70 +185,74 @@ def optimal_tree(acceptance_rates, size, depth=None):
     return BestTrees(acceptance_rates, size, depth).tree(size, depth)
 
 class BestTrees:
-    """The best trees of all sizes up to `size` on up to `depth` levels, by dynamic programming.
+    """The best trees of all sizes up to `size` on up to `depth` levels, by dynamic programming (Algorithm 1).
 
-    with_children[d - 1][b, level, n] are the expected tokens of the best subtree of n nodes on at most d
-    levels, whose root stands on this level and has b children. With none it is the root alone, n = 1. And
+    Say a subtree has n nodes, and its root b children. The b-th child's own subtree gets m of the nodes. The
+    child is accepted with the chance rate_b, and then its subtree is worth G(m), whatever the others are.
+    They and the root keep n - m nodes. So the most that n nodes are worth is
 
-        with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)          (Algorithm 1)
+        with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)
 
-    The b-th child is accepted with the chance rate_b. It gets m nodes, worth G(m): the most over all numbers
-    of children, on one level less. This takes d b n^2 additions for each row of rates. The list ends
-    where one more level changes nothing: then no further one does."""
+    where with_children[0] is the root alone: 1 for n = 1, else impossible, -inf. G(m) is the most over all b,
+    on one level less. This is done for d = 1, 2, ... levels, and for each row of rates: d b n^2 / 2 additions
+    a row. A root on level i has row i's rates, and its children the next row's, or again the last.
+
+        self.with_children[d - 1][b][row, n]        self.G[d - 1][row, n], the maximum over b
+
+    The lists end where one more level changes nothing: then no further one does."""
 
     def __init__(self, acceptance_rates, size, depth):
         # Subtle: 0 times a G(m) of -inf, for what is impossible, would be NaN.
-        rates = _check_rates(acceptance_rates).clip(1e-99)
-        self.rates = rates[:, : size - 1]        # (levels, ranks): a node cannot have more children
-        self.size = size
-        self.depth = depth
-        levels = len(self.rates)
-        impossible = np.full((levels, size), -np.inf)
-        # For no nodes, one, two, ...
-        root_alone = np.tile(np.where(np.arange(size + 1) == 1, 1.0, -np.inf), (levels, 1))
-        sums = np.empty((levels, size + 1, size + 1))
-        self.with_children = [root_alone[None]]
-        while len(self.with_children) < depth:
-            below = self.below(len(self.with_children))
-            found = [root_alone]
+        self.rates = _check_rates(acceptance_rates).clip(1e-99)[:, : size - 1]              # (rows, ranks)
+        alone = np.full((len(self.rates), size + 1), -np.inf)
+        alone[:, 1] = 1
+        self.with_children = [[alone]]
+        self.G = [alone]
+        while len(self.G) < depth:
+            below = self.below(len(self.G))
+            tables = [alone]
             for rate in self.rates.T:
-                # [level, n, m] is found[-1][level, n - m], impossible for m > n: a view, nothing is copied.
-                fewer = sliding_window_view(np.hstack([impossible, found[-1]]), size + 1, axis=1)[:, :, ::-1]
-                np.add(fewer, (rate[:, None] * below)[:, None], out=sums)
-                found.append(sums.max(axis=2))
-            if (np.max(found, axis=0) == self.with_children[-1].max(axis=0)).all():
+                worth = rate[:, None] * below
+                fewer = tables[-1]
+                table = np.full_like(alone, -np.inf)
+                for m in range(1, size):
+                    # For n = m + 1, m + 2, ...: the others keep 1, 2, ...
+                    np.maximum(table[:, m + 1 :], fewer[:, 1:-m] + worth[:, m, None], out=table[:, m + 1 :])
+                tables.append(table)
+            best = np.max(tables, axis=0)
+            if (best == self.G[-1]).all():
                 break
-            self.with_children.append(np.stack(found))
+            self.with_children.append(tables)
+            self.G.append(best)
 
     def below(self, depth):
-        """G(m) on at most `depth` levels, for roots on the level below each: (levels, size + 1)."""
-        G = self.with_children[depth - 1].max(axis=0)
+        """G(m) on at most `depth` levels, for the children of roots of each row, (rows, size + 1)."""
+        G = self.G[depth - 1]
         return np.concatenate([G[1:], G[-1:]])
 
-    def expected_tokens(self):
+    def table(self, depth):
         """See `expected_tokens_table`."""
-        columns = [np.full(self.size + 1, -np.inf)]
-        for d in range(self.depth):
-            table = self.with_children[min(d, len(self.with_children) - 1)]
-            columns.append(table[:, 0].max(axis=0))
-        return np.stack(columns, axis=1)
+        no_level = np.full_like(self.G[0][0], -np.inf)
+        # More levels than there are in G change nothing.
+        levels = [self.G[min(d, len(self.G) - 1)][0] for d in range(depth)]
+        return np.stack([no_level, *levels], axis=1)
 
     def tree(self, size, depth):
         """See `optimal_tree`."""
-        depth = min(depth, len(self.with_children))
-        possible = np.isfinite(self.with_children[depth - 1][:, 0].max(axis=0)).nonzero()[0]
+        depth = min(depth, len(self.G))
+        possible = np.isfinite(self.G[depth - 1][0]).nonzero()[0]
         if size not in possible:
             raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
         parents = [NONE]
         nodes = [(0, size)]          # each node's level and its subtree's size; grows while it is read
         for node, (level, n) in enumerate(nodes):
             row = min(level, len(self.rates) - 1)
-            table = self.with_children[depth - level - 1][:, row]                   # (ranks + 1, size + 1)
+            tables = [table[row] for table in self.with_children[depth - level - 1]]
             sizes = []
             # The recursion backwards, from the last child to the first.
-            for b in range(table[:, n].argmax(), 0, -1):
+            for b in range(np.argmax([table[n] for table in tables]), 0, -1):
                 worth = self.rates[row, b - 1] * self.below(depth - level - 1)[row, :n]
-                m = int((table[b - 1, n:0:-1] + worth).argmax())
+                m = int((tables[b - 1][n:0:-1] + worth).argmax())
                 sizes.insert(0, m)
                 n -= m
             nodes += [(level + 1, m) for m in sizes]
@@ -280,17 +294,17 @@ def sample_with_replacement(scores, k, generator=None):
     return torch.cat([sample_without_replacement(scores, 1, generator) for _ in range(k)], dim=1)
 
 def most_likely(scores, k, generator=None):
-    """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k); NONE if fewer are possible."""
+    """The k most likely tokens, the likeliest first, (rows, V) -> (rows, k); NONE if fewer are possible. It
+    takes a generator as the other two do, and needs none."""
     # Of equal scores `max` takes the first, as `argmax` does, and `topk` any.
     best = scores.max(dim=1, keepdim=True) if k == 1 else scores.topk(min(k, scores.shape[1]))
     tokens = torch.where(best.values > RULED_OUT, best.indices, NONE)
-    missing = k - tokens.shape[1]
-    return nn.functional.pad(tokens, (0, missing), value=NONE) if missing else tokens
+    return pad(tokens, (0, k - tokens.shape[1]), value=NONE) if k > tokens.shape[1] else tokens
 
 def never_zero(q):
     """A draft's scores, (rows, V): what it gives probability 0 is not ruled out, but comes last, all alike.
-    So it is proposed once all else was rejected, uniformly, as in Algorithm 2, lines 12 to 15. Temperatures
-    above 50 bring it nearer, which is as lossless."""
+    So once all else is proposed it is, uniformly, as in Algorithm 2, lines 12 to 15: the target may want it.
+    Temperatures above 50 bring it nearer, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):
@@ -305,10 +319,10 @@ def shared_noise(seed, positions, vocabulary):
     # 52 bits, so that adding one half, which avoids 0 and 1, is exact.
     return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
 
-# --- 4  Verification (sections 2.2 and 3.2, Algorithm 2) ----------------------------------------------------
-# Algorithm 2 and its kin try the children of a node in turn, from the root down. A child is accepted if its
-# noise, uniform in [0, 1), is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token comes
-# from the residual, what rejections have left of the target. `Matching` and `Traversal` decide otherwise.
+# --- 4  Verification of one node's children (sections 2.2 and 3.2, Algorithm 2) -----------------------------
+# Algorithm 2 and its kin try the children of a node in turn. A child is accepted if its random number u,
+# uniform in [0, 1), is less than its ratio, R[s] / D[s] for Algorithm 2. If none is, the token comes from the
+# residual, what rejections have left of the target. `Matching` decides otherwise.
 #
 # Why Algorithm 2 is lossless. One child, drawn from Q, is t and accepted with probability
 # Q[t] min(P[t] / Q[t], 1) = min(P[t], Q[t]), and rejected with 1 - sum min(P, Q) = sum max(P - Q, 0). The
@@ -326,15 +340,15 @@ def shared_noise(seed, positions, vocabulary):
 # Towards temperature 0 children become the draft's likeliest tokens in order, or with replacement copies of
 # one.
 
-def verify_one_node(P, Q, tokens, noise, say=lambda line: None):
-    """Algorithm 2, plainly, for one node: P, Q (V,), tokens, noise (k,). The accepted child's rank, or NONE,
-    and the residual (V,), from which the token is then drawn. What follows is tested against it.
+def verify_one_node(P, Q, tokens, u, say=lambda line: None):
+    """Algorithm 2, plainly, for one node: P, Q (V,), tokens, u (k,). The accepted child's rank, or NONE, and
+    the residual (V,), from which the token is then drawn. What follows is tested against it.
     say: called with a line of text for each child that is tried."""
     R, D = P, Q
     for i, s in enumerate(tokens):
         ratio = R[s] / D[s]
-        accepted = noise[i] < ratio
-        say(f"token {s}: R {R[s]:.2f} / D {D[s]:.2f} = {ratio:.2f}, noise {noise[i]:.2f}: "
+        accepted = u[i] < ratio
+        say(f"token {s}: R {R[s]:.2f} / D {D[s]:.2f} = {ratio:.2f}, u {u[i]:.2f}: "
             f"{'accepted' if accepted else 'rejected'}")
         if accepted:
             return i, R
@@ -347,32 +361,31 @@ def verify_one_node(P, Q, tokens, noise, say=lambda line: None):
         D = D / D.sum()
     return NONE, R
 
-# From here on a row is a node: P and scores q (rows, V), tokens and noise (rows, k) -> ratios (rows, k),
-# residual (rows, V). The draft stays scores: probabilities could underflow once the tried tokens are removed.
-# A child that does not exist, as a node has fewer or processors rule out the rest, has token NONE, ratio 0.
+# From here on a row is a node: P, R (rows, V), scores q (rows, V), tokens and u (rows, k) -> ratios (rows, k)
+# and residuals (rows, V), not normalised. The draft stays scores: probabilities could underflow once the
+# tried tokens are removed. A child that does not exist, as a node has fewer or processors rule out the rest,
+# has token NONE and ratio 0. So have its younger siblings.
 
-def normalise(left, otherwise):
-    """What is left of a target, as a distribution, (rows, V); `otherwise` where rounding leaves nothing."""
-    total = left.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, left / total, otherwise)
+def ratios_in_turn(P, q, tokens, replacement=False):
+    """Algorithm 2: each child's ratio if all before it are rejected, and the residual if all are. With
+    replacement the tokens before a child stay in the draft that it is drawn from, which is SpecInfer."""
+    rows, k = tokens.shape
+    s = tokens.clamp(min=0)[:, :, None]                                                 # (rows, k, 1)
+    D = q[:, None].expand(-1, k, -1)                                                    # (rows, k, V)
+    if not replacement:
+        # Child i is drawn without tokens 0 to i - 1.
+        D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
+    # A child that does not exist takes nothing from R.
+    D = torch.where(tokens[:, :, None] >= 0, D.softmax(dim=2), 0)
+    # R is not normalised here: its sum is the chance that child i is tried, and its ratio is divided by it.
+    R = [P]
+    for i in range(k):
+        R.append((R[i] - R[i].sum(dim=1, keepdim=True) * D[:, i]).clamp(min=0))
+    tried = torch.stack(R[:k], dim=1)                                                   # (rows, k, V)
+    scale = tried.sum(dim=2, keepdim=True) * D.gather(2, s)
+    return torch.where(scale > 0, tried.gather(2, s) / scale, 0)[:, :, 0], R[k]
 
-def ratios_in_turn(P, q, tokens, noise=None, replacement=False):
-    """Algorithm 2. With replacement the rejected token stays in the draft, which is SpecInfer. Without noise
-    all ratios are found. Given noise, it stops once every row has accepted: then neither later ratios nor the
-    residual are needed, and what is returned for them means nothing."""
-    R = P
-    ratios = torch.zeros_like(tokens, dtype=P.dtype)
-    columns = zip(tokens.clamp(min=0).split(1, dim=1), (tokens >= 0).split(1, dim=1))
-    for i, (s, exists) in enumerate(columns):                                           # (rows, 1) both
-        D = q.softmax(dim=1)
-        ratios[:, i : i + 1] = torch.where(exists, R.gather(1, s) / D.gather(1, s), 0)
-        if noise is not None and (noise < ratios).any(dim=1).all():
-            break
-        R = torch.where(exists, normalise((R - D).clamp(min=0), otherwise=R), R)
-        q = q if replacement else q.scatter(1, s, RULED_OUT)
-    return ratios, R
-
-def ratios_of_spectr(P, q, tokens, noise=None):
+def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
 
     One try accepts token t with probability min(P[t] / rho, Q[t]), and any token with their sum, beta. Some
@@ -392,146 +405,68 @@ def ratios_of_spectr(P, q, tokens, noise=None):
         low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
     ratios = torch.where(tokens >= 0, P.gather(1, s) / (high * Q.gather(1, s)), 0)
-    return ratios, normalise((P - high * Q).clamp(min=0), otherwise=P)
+    return ratios, (P - high * Q).clamp(min=0)
 
 @dataclass(frozen=True)
 class Method:
-    """How a node's children are proposed and verified."""
+    """How a node's children are proposed and verified. Its functions are called in this order: `begin` for
+    a node, `verify` for its children, `last_token` for the node at which the path ends."""
     propose: Callable                               # a function as in section 3
     ratios: Callable = None                         # one of the two above
     draw: Callable = sample_without_replacement     # of the token after the path, from its scores
     shared_noise: bool = False                      # whether all scores come with their position's noise
+    leaves_first: bool = False                      # whether section 6's `traverse` verifies a tree
 
-    def verify(self, left, q, tokens, noise, static=False):
-        """Tries children, tokens (rows, k), by their noise, (rows, k). left: what is left of the target, as
-        `unverified` gives it before any rejection; q: the draft's scores, (rows, V). Returns which are
-        accepted, (rows, k), of which the first counts, and what is left where none is. If `static`, no value
-        goes to the host."""
-        ratios, residual = self.ratios(left.softmax(dim=1), q, tokens, None if static else noise)
-        return noise < ratios, residual.log()
+    def begin(self, p, generator):
+        """What is left of nodes' targets before a child is tried: scores (nodes, V) -> (nodes, V)."""
+        return p.softmax(dim=1)
 
-    def unverified(self, target_scores, nodes, generator, static=False):
-        """A function from some nodes to what `verify` is first given of their target: here its scores."""
-        return target_scores
+    def compare(self, P, q, tokens):
+        """Children's ratios and the residual, or P where rounding leaves nothing of that."""
+        ratios, R = self.ratios(P, q, tokens)
+        return ratios, torch.where(R.sum(dim=1, keepdim=True) > 0, R, P)
+
+    def verify(self, left, q, tokens, u):
+        """Which children are accepted, (rows, k), of which the first counts, and what is left if none is."""
+        ratios, residual = self.compare(left, q, tokens)
+        return u < ratios, residual
 
     def last_token(self, left, generator):
         """The token that follows the accepted ones, (rows,)."""
-        return self.draw(left, 1, generator)[:, 0]
-
-    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """The walk from the root to accepted children: its last node and the token that follows, (1,) each.
-        layout: section 5's. tokens: (size,). target_scores: from an index of nodes to their scores, (nodes,
-        V); on the host only for those that it visits. q: (size, V). If `static`, it goes on to the last
-        level after a rejection, from a node without children: a CUDA graph cannot branch."""
-        # Each node has its noise. The index `size` stands for no child: it has no token and no children.
-        noise = nn.functional.pad(uniform(tokens, generator), (0, 1))
-        tokens = nn.functional.pad(tokens, (0, 1), value=NONE)
-        target = self.unverified(target_scores, layout.nodes, generator, static)
-        node = at = layout.nodes[:1]
-        left = target(node)
-        for level in layout.levels:
-            children = layout.children[at, : level.width]                                   # (1, width)
-            accepted, left = self.verify(left, q[node], tokens[children], noise[children], static)
-            # The first accepted child has the least index.
-            at = torch.where(accepted, children, len(q)).amin(dim=1)
-            goes_on = at < len(q)
-            if not static and not goes_on:
-                break
-            node = torch.where(goes_on, at, node)
-            left = torch.where(goes_on, target(node), left)
-        return node, self.last_token(left, generator)
+        return self.draw(left.log(), 1, generator)[:, 0]
 
 class Matching(Method):
     """The target draws its own token, whatever was proposed: lossless with any children. A child that is this
-    token is accepted. `naive` draws children from the draft, `topk` takes its likeliest.
+    token is accepted. `naive` draws children from the draft, `topk` takes its likeliest. What is left of a
+    target, before and after its children are tried, is its own token, (nodes, 1).
 
     With draw=most_likely this is greedy decoding. With shared noise added to all scores, too, it is
     sampling, by "Gumbel coupling" (arXiv 2408.07978): the likeliest token by score plus Gumbel noise is a
     sample (see `sample_without_replacement`). The draft's likeliest, with the same noise, often are the same.
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
-    of a text have the same noise. Algorithm 2 cannot share: its test needs noise that is independent of the
-    proposal, and the noise that chose it is not. Seed and position name the noise, so a seed names a text,
-    whatever the tree, the draft or the speed, but for rounding.
+    of a text have the same noise. Algorithm 2 cannot share: its test needs random numbers that are
+    independent of the proposal, and the noise that chose it is not. Seed and position name the noise, so a
+    seed names a text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
 
-    def unverified(self, target_scores, nodes, generator, static=False):
-        """A function from some nodes to the target's own tokens, (nodes, 1): all that matters of it."""
-        if static:
-            return self.draw(target_scores(nodes), 1, generator).__getitem__
-        return lambda nodes: self.draw(target_scores(nodes), 1, generator)
+    def begin(self, p, generator):
+        return self.draw(p, 1, generator)
 
-    def verify(self, left, q, tokens, noise, static=False):
+    def verify(self, left, q, tokens, u):
         return tokens == left, left
 
     def last_token(self, left, generator):
         return left[:, 0]
 
-class Traversal(Method):
-    """Traversal verification (arXiv 2505.12398), leaves first: what is below a child can still save it.
-
-    Say a chain's two tokens are x, then y. The draft gives them 0.8 and 0.4, the target 0.4 and 0.8. Their
-    ratios are 0.5 and 2, so the walk accepts both with chance 0.5 * 1. But both models give the pair 0.32, so
-    it could always be accepted. The walk cuts each ratio at 1, traversal the product so far.
-
-    At every node Algorithm 2 decides, with one more outcome beside the tokens: failure. The root's target
-    never fails, and no draft proposes failure. A child s is to be accepted with chance
-    m = min(R[s] / D[s], 1). Not noise decides that, but Algorithm 2 at s, with the target m P' for the
-    tokens, P' being the model's after s, and 1 - m for failure. Over two tokens, in the example:
-
-        node    its token, the draft it is from    m                  its target: x, y, failure
-        root                                                          0.4  0.6  0
-        1       x,  0.8 0.2                        0.4 / 0.8 = 0.5    0.1  0.4  0.5 (P' is 0.2 0.8)
-        2       y,  0.6 0.4                        0.4 / 0.4 = 1      failure 0, as m is 1
-
-    Then outcomes are settled from the leaves up. Being lossless, Algorithm 2 at s succeeds with chance m: the
-    path goes through s, and on by P'. Else s is rejected. After its last child a node draws from its
-    residual: failure, or a token, ending the path. Here node 2 succeeds, and so does node 1. As Algorithm 2
-    is lossless for any target, each node yields its own: the root, the model's.
-
-    On a chain the path goes through a node if it does not fail: with chance m. Let a walk get to it with
-    chance a, and its child t have the ratio r = P'[t] / D[t]. The walk gets to the child with min(a r, a);
-    traversal, as R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m: the expected
-    tokens, sums of these chances, are never fewer. On a branched tree they are mostly more, as measured. On
-    one level, in `verify`, it is Algorithm 2."""
-
-    def verify_tree(self, layout, tokens, target_scores, q, generator=None, static=False):
-        """As `Method.verify_tree`. Children and elder siblings stand first: the first success is the end."""
-        nodes, chance, residual = self.endings(layout, tokens, target_scores(layout.nodes).softmax(dim=1), q)
-        first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
-        return nodes[first], self.last_token(residual[first].log(), generator)
-
-    def endings(self, layout, tokens, P, q):
-        """The nodes in the order of their turns, children first, (size,). Each one's chance of a token, if
-        all its children have failed, (size,), and the tokens' residual, not normalised, (size, V)."""
-        # The last column is failure's.
-        R = nn.functional.pad(P, (0, 1))                                                # (size, V + 1)
-        q = nn.functional.pad(q, (0, 1), value=RULED_OUT)
-        # The last row is no child's.
-        tokens = nn.functional.pad(tokens, (0, 1), value=NONE)
-        # Down the tree: a node's row of R is its target until its children are tried, then its residual.
-        for level in layout.levels:
-            proposed = tokens[layout.children[level.expanded, : level.width]]           # (expanded, width)
-            ratios, R[level.expanded] = ratios_in_turn(R[level.expanded], q[level.expanded], proposed)
-            m = ratios.take(level.chosen).clamp(max=1)[:, None]                         # (children, 1)
-            R[level.children] = torch.cat([m * P[level.children], 1 - m], dim=1)
-        nodes = layout.children_first
-        residual = R[nodes, :-1]
-        failure = R[nodes, -1]
-        success = residual.sum(dim=1)
-        # Subtle: the quotient is exactly 1 for the root, the last, and no small chance is rounded to 0. Where
-        # no token is possible `residual` is NaN, and the draw will give NONE.
-        chance = torch.where(success.isnan(), 1 - failure, success / (success + failure))
-        return nodes, chance, residual
-
 METHODS = {
     "sequoia": Method(sample_without_replacement, ratios_in_turn),
-    "specinfer": Method(sample_with_replacement, functools.partial(ratios_in_turn, replacement=True)),
+    "specinfer": Method(sample_with_replacement, partial(ratios_in_turn, replacement=True)),
     "spectr": Method(sample_with_replacement, ratios_of_spectr),
     "naive": Matching(sample_with_replacement),
     "topk": Matching(most_likely),
-    "traversal": Traversal(sample_without_replacement, ratios_in_turn),
+    "traversal": Method(sample_without_replacement, ratios_in_turn, leaves_first=True),
     "gumbel": Matching(most_likely, draw=most_likely, shared_noise=True),
 }
 GREEDY = Matching(most_likely, draw=most_likely)     # at temperature 0, whatever the method's name
@@ -545,9 +480,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     p = P.double().log() + noise
     q = never_zero(Q.double().log()) + noise
     tokens = chosen.propose(q, k, generator)
-    rows = torch.arange(len(P), device=P.device)
-    left = chosen.unverified(p.__getitem__, rows, generator)(rows)
-    accepted, left = chosen.verify(left, q, tokens, uniform(tokens, generator))
+    accepted, left = chosen.verify(chosen.begin(p, generator), q, tokens, uniform(tokens, generator))
     # The maximum of bools is found at the first that is true.
     found, rank = accepted.max(dim=1)
     token = torch.where(found, tokens.gather(1, rank[:, None])[:, 0], chosen.last_token(left, generator))
@@ -587,37 +520,34 @@ class Level(NamedTuple):
 
 class Layout:
     """A tree as index tensors: all that the tree alone decides. Tensors of size + 1 entries have one for each
-    node, then one for previous."""
+    node, then one for previous, or for NONE, which is Python's index of the last."""
 
     def __init__(self, tree, device):
-        tensor = functools.partial(torch.tensor, device=device, dtype=torch.long)
+        tensor = partial(torch.tensor, device=device, dtype=torch.long)
+        padded = partial(pad_sequence, batch_first=True)
         size = tree.size
         self.tree = tree
         self.nodes = tensor(range(size))
         self.offset = tensor([*range(size), -1])                # of its slot from base        (size + 1,)
         self.depth = tensor([*tree.depths, -1])                 # of its position from base    (size + 1,)
         # Which slots each is shown. Columns: those of the text, each node's, those that are free.
-        self.mask = nn.functional.pad(tree.mask, (1, 1, 0, 1)).to(device)               # (size + 1, size + 2)
+        self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)               # (size + 1, size + 2)
         self.mask[:, 0] = True
-        # A node's children, in rank order. The index `size` stands for none, and has none.
-        ranks = max(map(len, tree.children))
-        rows = [[*children, *[size] * (ranks - len(children))] for children in (*tree.children, ())]
-        self.children = tensor(rows)                                                    # (size + 1, ranks)
+        # Each node's children in rank order, then NONE. The last row is that of NONE, which has none.
+        self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
             expanded = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
             width = max(len(tree.children[node]) for node in expanded)
-            chosen = (self.children[expanded, :width].flatten() < size).nonzero()[:, 0]
+            chosen = (self.children[expanded, :width].flatten() != NONE).nonzero()[:, 0]
             places = slice(tree.children[expanded[0]][0], tree.children[expanded[-1]][-1] + 1)
             fed = expanded if depth else [size, 0]
             self.levels.append(Level(tensor(expanded), tensor(fed), width, chosen, places))
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(size), key=lambda node: (*path[node], size)))
-        # From the root to each node. The zeros that fill it up let `move` copy the root's entry to free
-        # slots.
-        paths = [row.nonzero()[:, 0] for row in tree.mask]
-        self.paths = nn.utils.rnn.pad_sequence(paths, batch_first=True).to(device)      # (size, depth)
+        # From the root to each node, then zeros: with them `move` copies the root's entry to free slots.
+        self.paths = padded([row.nonzero()[:, 0] for row in tree.mask]).to(device)      # (size, depth)
 
 class Placed(NamedTuple):
     """Where a tree stands in a model's cache."""
@@ -625,27 +555,21 @@ class Placed(NamedTuple):
     positions: Tensor    # (size + 1,)
     masks: list          # the mask drawn above for each kind of layer, additive, (1, 1, size + 1, slots)
 
-class PassCache(Cache):
+class PassCache(transformers.Cache):
     """What transformers' attention writes to and reads from in one pass. As masks and positions are given, it
     asks for nothing but `update`."""
 
     def __init__(self, entries, slots, visible):
         super().__init__(layers=[])
-        # Each layer's keys and values in turn, (1, heads, capacity, head_dim) each.
-        self.entries = entries
-        # The slots to write to, and how many are read.
-        self.slots = slots
-        self.visible = visible
+        self.entries = entries       # each layer's keys, then its values, (1, heads, capacity, head_dim) each
+        self.slots = slots           # where to write
+        self.visible = visible       # how many slots are read
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        visible = []
-        for entry, states in zip(self.entries[2 * layer_idx :], (key_states, value_states)):
+        both = self.entries[2 * layer_idx :][:2]
+        for entry, states in zip(both, (key_states, value_states)):
             entry.index_copy_(2, self.slots, states)
-            visible.append(entry.narrow(2, 0, self.visible))
-        return visible
-
-# How many of a prompt's last tokens have their logits kept, for `probe` (section 8).
-PROBED = 6
+        return [entry[:, :, : self.visible] for entry in both]
 
 class CachedModel:
     """A transformers model with a KV cache that grows. It is fed a text, then nodes of trees."""
@@ -657,35 +581,35 @@ class CachedModel:
         self.vocabulary = model.get_input_embeddings().num_embeddings
         # All keys and values, for one operation to move: (entries, most heads, capacity, widest head_dim).
         self.store = torch.empty(0, 0, 0, 0)
-        self.shapes = []         # each entry's heads and head_dim
-        self.entries = []        # each layer's keys and values in turn, as views of `store`
+        self.entries = []        # views of it, as for `PassCache`
 
-    def feed(self, text, capacity):
+    def feed(self, text, capacity, logits=1):
         """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
-        after each of its last tokens, (up to PROBED, V)."""
-        prefill = DynamicCache()
+        after its last tokens, as many as are asked for, (logits, V)."""
+        prefill = transformers.DynamicCache()
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
-        output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=PROBED)
+        output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=logits)
         fed = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]
-        if not self.shapes:
-            self.shapes = [(entry.shape[1], entry.shape[3]) for entry in fed]
-            heads, width = map(max, zip(*self.shapes))
+        if not self.entries:
+            self.entries = fed
+            heads, width = (max(entry.shape[dim] for entry in fed) for dim in (1, 3))
             self.store = fed[0].new_zeros(len(fed), heads, 0, width)
         self.grow(capacity)
+        # A NaN that an earlier text left would show through any mask.
+        self.store.zero_()
         for ours, theirs in zip(self.entries, fed):
             ours[:, :, : len(text)] = theirs
-            # A NaN that an earlier text left would show through any mask.
-            ours[:, :, len(text) :] = 0
-        return output.logits[0, -PROBED:]
+        return output.logits[0]
 
     def grow(self, capacity):
         """Makes room for so many tokens, and keeps what is there."""
+        missing = capacity - self.store.shape[2]
         # Subtle: padding by nothing would copy, and a graph would hold the old memory.
-        if capacity > self.store.shape[2]:
-            self.store = nn.functional.pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
-        self.entries = [entry[None, :heads, :, :width]
-                        for entry, (heads, width) in zip(self.store, self.shapes)]
+        if missing > 0:
+            self.store = pad(self.store, (0, 0, 0, missing))
+        self.entries = [stored[None, : entry.shape[1], :, : entry.shape[3]]
+                        for stored, entry in zip(self.store, self.entries)]
 
     def place(self, layout, base, visible):
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
@@ -729,43 +653,13 @@ class CachedModel:
         """Copies these nodes' entries, (depth,), aside, then to the tree's first slots, in all layers."""
         self.store.index_copy_(2, placed.slots[: len(path)], self.store.index_select(2, placed.slots[path]))
 
-# What decides how `generate` goes on from token to token.
-LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
-
 def attention_windows(model):
-    """Each kind of attention layer's window or None. Raises ValueError if a configuration rules out trees."""
-    name = type(model).__name__
-    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a language model as transformers loads it, not compiled and not its name; "
-                         f"got {name}")
+    """Each kind of attention layer's window, or None."""
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    needed = {"position_ids", "past_key_values", "logits_to_keep"}
-    # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16. ALiBi counts them, too.
-    if (model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
-            or getattr(config, "alibi", False) or kinds - {"full_attention", "sliding_attention"}
-            or needed - inspect.signature(model.forward).parameters.keys()
-            or any(is_foreign(getattr(model, method)) for method in LOOP if hasattr(model, method))):
-        raise ValueError(f"{name} cannot verify a tree: each layer must have full or sliding attention by "
-                         f"position, and generate's loop be transformers' own")
-    if model.config._attn_implementation not in ("eager", "sdpa"):
-        raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
-    # Layers that checkpoint in training keep no cache.
-    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if getattr(config, "output_router_logits", False) or model.training and checkpointing:
-        raise ValueError(f"{name} takes no tree: in eval(), with config.output_router_logits=False, it would")
-    devices = {weight.device for weight in model.parameters()}
-    if len(devices) > 1 and not hasattr(model, "_sequoia_offloaded"):
-        raise ValueError(f"{name} must be on one device: {devices}")
     window = getattr(config, "sliding_window", None)
     # A model whose layers are all alike may name no kind.
-    return {kind: None if kind == "full_attention" else window for kind in kinds or {"every layer"}}
-
-def is_foreign(function):
-    """Whether a method or hook was written outside torch, transformers and this file."""
-    function = getattr(function, "func", function)
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
+    kinds = getattr(config, "layer_types", None) or ["every layer"]
+    return {kind: None if kind == "full_attention" else window for kind in kinds}
 
 def context_of(model):
     """The most tokens that a model can be fed. Past its short length longrope rotates all earlier keys anew,
@@ -782,23 +676,22 @@ def context_of(model):
 def step_plainly(target, draft, text, tree, generator=None, say=lambda line: None):
     """The whole method in one function, without caches, masks or batches: the tokens that one step adds.
 
-    target, draft: functions from a text, (length,), to the scores of the token after it, (V,). say: see
-    `verify_one_node`. All that follows computes the same, faster, and is tested against this. Greedy decoding
-    is its limit for scores divided by a temperature towards 0. At others a draft's finite scores must differ
-    by less than 700, as float64 holds no smaller probabilities."""
+    target, draft: functions from a text, (length,), to the scores of the token after it, (V,), a draft's all
+    finite (see `never_zero`). say: see `verify_one_node`. What follows does the same, faster, and is tested
+    against this. Greedy decoding is its limit for scores divided by a temperature towards 0. At others a
+    draft's scores must differ by less than 700, as float64 holds no smaller probabilities."""
     # 1. The draft grows the tree. Each node with children proposes them; their texts come in level order.
     texts = [text]
     drafts = []
     for node in range(tree.size):
-        # What the draft gives probability 0 comes last, all alike: see `never_zero`.
-        drafts.append(draft(texts[node]).double().clamp(min=-1e9))
+        drafts.append(draft(texts[node]).double())
         if tree.children[node]:
             proposed = sample_without_replacement(drafts[node][None], len(tree.children[node]), generator)
             texts += [torch.cat([texts[node], token]) for token in proposed.T]
     # 2. The target scores every node's text. Below, that is one pass.
     targets = [target(node_text) for node_text in texts]
     # 3. Algorithm 2 walks from the root, as long as a child is accepted.
-    noise = uniform(torch.zeros(tree.size), generator)
+    u = uniform(torch.zeros(tree.size), generator)
     node = 0
     rank = 0
     while rank != NONE:
@@ -806,12 +699,90 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         tokens = torch.tensor([int(texts[child][-1]) for child in children], dtype=torch.long)
         P = targets[node].softmax(dim=0)
         Q = drafts[node].softmax(dim=0)
-        rank, R = verify_one_node(P, Q, tokens, noise[children], say)
+        rank, R = verify_one_node(P, Q, tokens, u[children], say)
         node = children[rank] if rank != NONE else node
     # 4. One more token comes from what rejections have left of the target.
     last = sample_without_replacement(R.log()[None], 1, generator)[0]
     say(f"token {int(last)} is drawn from R = {[round(p, 2) for p in R.tolist()]}")
     return torch.cat([texts[node][len(text) :], last])
+
+# Step 3, for a tree whose scores are tensors. Both `walk` and `traverse` return the path's last node and the
+# token that follows it, (1,) each. layout: section 5's. tokens: (size,). target: from an index of nodes to
+# what `method.begin` gives for them. q: the draft's scores, (size, V).
+
+def walk(method, layout, tokens, target, q, generator=None, static=False):
+    """From the root to accepted children. If `static`, the loop goes on after a rejection, as from a node
+    without children, which changes nothing: a CUDA graph cannot branch."""
+    # The last entries are those of a child that does not exist, NONE.
+    u = pad(uniform(tokens, generator), (0, 1))
+    tokens = pad(tokens, (0, 1), value=NONE)
+    node = at = layout.nodes[:1]
+    left = target(node)
+    for level in layout.levels:
+        children = layout.children[at, : level.width]                                       # (1, width)
+        accepted, left = method.verify(left, q[node], tokens[children], u[children])
+        # The maximum of bools is found at the first that is true.
+        found, rank = accepted.max(dim=1)
+        if not static and not found:
+            break
+        at = torch.where(found, children[0, rank], NONE)
+        node = torch.where(found, at, node)
+        left = torch.where(found, target(node), left)
+    return node, method.last_token(left, generator)
+
+def traverse(method, layout, tokens, target, q, generator=None, static=False):
+    """Traversal verification (arXiv 2505.12398), leaves first: what is below a child can still save it.
+
+    Say a chain's two tokens are x, then y. The draft gives them 0.8 and 0.4, the target 0.4 and 0.8. Their
+    ratios are 0.5 and 2, so the walk accepts both with chance 0.5 * 1. But both models give the pair 0.32, so
+    it could always be accepted. The walk cuts each ratio at 1, traversal the product so far.
+
+    How: the walk accepts a child s at once, with chance m = min(R[s] / D[s], 1). Traversal puts that off. It
+    adds an outcome to the tokens, failure, which no draft proposes, and gives s a target of its own: m P' for
+    the tokens, P' being the model's after s, and 1 - m for failure. Towards that target Algorithm 2 weighs
+    the children of s, as towards any other. If all of them fail, s draws from its residual: a token, with
+    which the path ends at s, or failure, and the next child of its parent has its turn. In the example:
+
+        node    its token, the draft it is from    m                  its target: x, y, failure
+        root                                                          0.4  0.6  0
+        1       x,  0.8 0.2                        0.4 / 0.8 = 0.5    0.1  0.4  0.5 (P' is 0.2 0.8)
+        2       y,  0.6 0.4                        0.4 / 0.4 = 1      failure 0, as m is 1
+
+    Node 2 never fails, so both tokens are always accepted.
+
+    Why lossless: Algorithm 2 yields any target. So s fails with chance 1 - m, with which Algorithm 2 at its
+    parent rejects it, and else yields tokens by P'. From the leaves up each node yields its own target, at
+    last the root, which cannot fail, the model's.
+
+    Why never fewer tokens on average, on a chain: the path goes through a node with chance m. Let a walk get
+    there with chance a, and its child t have the ratio r = P'[t] / D[t]. The walk gets to t with min(a r, a),
+    traversal, as R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m. On a branched
+    tree there are mostly more, too: `bench.py verification` measures it. On one level it is Algorithm 2."""
+    nodes, chance, residual = endings(method, layout, tokens, target(layout.nodes), q)
+    first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
+    return nodes[first], method.last_token(residual[first], generator)
+
+def endings(method, layout, tokens, P, q):
+    """For `traverse`: the nodes in the order of their turns, (size,), each one's chance to draw a token if
+    its children have failed, (size,), and the residual from which it does, not normalised, (size, V)."""
+    # The last column is failure's.
+    R = pad(P, (0, 1))                                                        # (size, V + 1)
+    q = pad(q, (0, 1), value=RULED_OUT)
+    tokens = pad(tokens, (0, 1), value=NONE)
+    # A node's row of R is its target until its children have been weighed, then its residual.
+    for level in layout.levels:
+        proposed = tokens[layout.children[level.expanded, : level.width]]               # (expanded, width)
+        ratios, R[level.expanded] = method.compare(R[level.expanded], q[level.expanded], proposed)
+        m = ratios.take(level.chosen).clamp(max=1)[:, None]                                 # (children, 1)
+        R[level.children] = torch.cat([m * P[level.children], 1 - m], dim=1)
+    nodes = layout.children_first
+    residual = R[nodes, :-1]
+    failure = R[nodes, -1]
+    success = residual.sum(dim=1)
+    # Subtle: the quotient is exactly 1 for the root, the last, and no small chance is rounded to 0. Where no
+    # token is possible `residual` is NaN, and the draw will give NONE.
+    chance = torch.where(success.isnan(), 1 - failure, success / (success + failure))
+    return nodes, chance, residual
 
 class Step(NamedTuple):
     """What one step did."""
@@ -826,9 +797,9 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-# Processors shape the draft too: one like the target is accepted more. Any draft is lossless, if the same
-# scores propose and verify. In a draft's, CUTS lower tokens by FAR_BELOW, to come last: the target may keep
-# them.
+# Processors shape the draft too: a draft shaped like the target is accepted more. Any draft is lossless, if
+# the same scores propose and verify. In a draft's scores CUTS lower tokens by FAR_BELOW and do not rule them
+# out: they come last, as the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 100
 # All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
@@ -903,7 +874,7 @@ class TreeStep:
         self.q = torch.zeros(tree.size, vocabulary, dtype=torch.float32, device=seed.device)
         self.calls = 0
         self.graph = None
-        self.report = None           # where the graph writes what `program` returns
+        self.result = None           # where the graph writes what `program` returns
 
     def __call__(self, text, sampling):
         """One step after a text, (length,). Both models have seen all but its last token, the root."""
@@ -914,12 +885,12 @@ class TreeStep:
         if self.static and self.graph is None and self.calls > 1:
             self.record(text, sampling)
         if self.graph is None:
-            report = self.program(text, sampling)
+            result = self.program(text, sampling)
         else:
             self.graph.replay()
-            report = self.report
+            result = self.result
         # If static, the step's one copy to the host.
-        node, token, *tokens = report.tolist()
+        node, token, *tokens = result.tolist()
         path = self.layout.tree.mask[node].nonzero().flatten().tolist()
         return Step(self.layout.tree, tokens, path[1:], token)
 
@@ -929,7 +900,7 @@ class TreeStep:
             if self.generator is not None:
                 graph.register_generator_state(self.generator)
             with torch.cuda.device(self.base.device), torch.cuda.graph(graph):
-                self.report = self.program(text, sampling)
+                self.result = self.program(text, sampling)
             self.graph = graph
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
@@ -966,8 +937,14 @@ class TreeStep:
         # 3. The target scores it in one pass.
         logits = self.target.logits(tokens, slice(size), placed[0])                     # (size, V)
         # 4. Verification finds the path to keep and the token after it.
-        node, token = method.verify_tree(layout, tokens[:-1], lambda nodes: scores(logits[nodes], nodes),
-                                         self.q, self.generator, self.static)
+        def target(nodes):
+            return method.begin(scores(logits[nodes], nodes), self.generator)
+
+        if self.static:
+            # All nodes at once. Else only those that the walk comes to.
+            target = target(layout.nodes).__getitem__
+        verify = traverse if method.leaves_first else walk
+        node, token = verify(method, layout, tokens[:-1], target, self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
         token = torch.where((self.q.max() + logits.max()).isnan(), NONE, token)
         # 5. The entries of the accepted nodes move up behind the text.
@@ -980,7 +957,7 @@ def fit(logits, vocabulary):
     """Logits over so many tokens: a draft's vocabulary may be padded to another length than its target's."""
     missing = vocabulary - logits.shape[1]
     # A negative number cuts off.
-    return nn.functional.pad(logits, (0, missing), value=RULED_OUT) if missing else logits
+    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
 # --- 7  The hardware-aware planner (section 4.1) ------------------------------------------------------------
 # Acceptance rates before any evidence: a decent draft, a power law in the rank. They are worth so many tries.
@@ -1012,7 +989,7 @@ def plan(rates, latency):
     largest timed one and depths up to DEEPEST. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
     best_trees = BestTrees(rates, largest, DEEPEST)
-    tokens = best_trees.expected_tokens()[1:, 1:].clip(0)                               # (largest, DEEPEST)
+    tokens = best_trees.table(DEEPEST)[1:, 1:].clip(0)                                    # (largest, DEEPEST)
     n, d = np.mgrid[1 : largest + 1, 1 : DEEPEST + 1]
     seconds = latency.of_step(n, d)
     pace = tokens / seconds
@@ -1025,14 +1002,16 @@ def fast(seconds):
 
 def seconds_to_plan(size):
     """About what a plan over so many sizes takes, as measured, with a trial tree of double size."""
-    double = min(2 * size, LARGEST)
-    return min(DEEPEST, size) * min(WIDEST, size) * (2e-5 + 2e-9 * double**2)
+    return min(DEEPEST, size) * min(WIDEST, size) * size * (2e-6 + 2e-9 * size)
 
 class Planner:
-    """Chooses a Decoder's trees. First `trials` are decoded with, FEW steps or more each, and timed. Then the
-    best tree is planned, which may add a trial of another size, after which it plans again. Else a plan made
-    at step i is due again at step 2 i, as rates are better known then. It waits until it takes less than 2%
-    of the time decoded. shape: as a Decoder's tree. plan: the last Plan, if any."""
+    """Chooses a Decoder's trees. shape: as a Decoder's tree. tree: the last choice. plan: the last Plan.
+
+    A Tree stays. For (size, depth) the best tree is found anew at steps 16, 32, 64, ..., by the acceptance
+    rates known then. For "auto" three trees are tried first, FEW steps each, and timed. Then the best tree of
+    all sizes up to the largest timed one is planned. If t(n) is a guess near its size, a tree of another size
+    is tried, and it plans again. If not, the next plan comes after as many steps as there were. A plan waits
+    until planning takes less than 2% of the time."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1042,48 +1021,48 @@ class Planner:
         self.seconds = {}        # by tree: what the last steps with it took
         self.decoded = 0.0       # what all timed steps took
         self.steps = 0
-        self.due = 0             # the step from which on it plans again
+        self.due = 16            # the step from which on it plans
         self.plan = None
         self.tree = shape
         self.trials = []
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
             self.tree = optimal_tree(self.prior, *shape)
-            self.due = 16
         elif shape == "auto":
             # A decent tree, none, and one that has 8 nodes, too, but takes 7 draft passes, not 3.
             self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
             self.tree = self.trials[0]
+            self.due = 0
 
     def next_tree(self):
+        """The tree for the next step."""
         for tree in self.trials:
             # What all trees are compared with is timed twice as often.
             if len(self.seconds.get(tree, ())) < (2 * FEW if tree == NO_TREE else FEW):
                 return tree
-        if self.steps >= self.due and not isinstance(self.shape, Tree):
-            self.replan()
+        if self.steps >= self.due:
+            if isinstance(self.shape, tuple):
+                self.tree = optimal_tree(self.rates(), *self.shape)
+                self.due = 2 * self.steps
+            elif self.shape == "auto":
+                self.replan()
         return self.tree
 
     def replan(self):
-        """Sets the tree for the next steps."""
-        if self.shape != "auto":
-            self.tree = optimal_tree(self.rates(), *self.shape)
-            self.due = max(16, 2 * self.steps)
-            return
+        """Sets the tree for the next steps, and what is tried before it."""
         largest = max(tree.size for tree in self.seconds)
         if seconds_to_plan(largest) > 0.02 * self.decoded:
             return
-        self.due = max(16, 2 * self.steps)
         rates = self.rates()[:, :WIDEST]
         latency = self.latency()
         best = plan(rates, latency)
+        self.tree = best.tree
         # Steps to come are noisy: the forecast is corrected by what steps took beyond the times planned with.
         beyond = [s / latency.of_step(tree.size, tree.depth) for tree, seconds in self.seconds.items()
                   if tree != NO_TREE for s in seconds]
         self.plan = best._replace(speedup=best.speedup / np.median(beyond))
-        self.tree = best.tree
-        # Where t(n) is a guess, a tree is tried: of twice the largest timed size, if the planned one is more
-        # than half of it, else half way to the next timed size, unless that is near: 3 nodes or a third more.
+        # t(n) is a guess if n is more than half of the largest timed size, as the best may lie beyond, or if
+        # the next timed size is far: by 3 nodes and by a third.
         size = best.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
         trial = 0
@@ -1096,21 +1075,24 @@ class Planner:
             self.trials.append(optimal_tree(rates, trial, max(best.tree.depth + 1, trial.bit_length())))
             self.due = self.steps
         else:
+            self.due = max(16, 2 * self.steps)
             # The oldest times are forgotten, and taken anew: the first steps may have been slow.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
 
     def latency(self):
-        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So 8 levels less 4 are 4 c."""
-        branched, root, straight = (fast(self.seconds[tree]) for tree in self.trials[:3])
-        c = max(0.0, (straight - branched) / 4)
+        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So of two trees of one size one
+        takes c longer for each level that it has more."""
+        branched, root, straight = self.trials[:3]
+        longer = fast(self.seconds[straight]) - fast(self.seconds[branched])
+        c = max(0.0, longer / (straight.depth - branched.depth))
         without_draft = {}           # by size
         for tree, seconds in self.seconds.items():
             without_draft.setdefault(tree.size, []).extend(np.array(seconds) - (tree.depth - 1) * c)
         sizes = sorted(without_draft)
         # A pass over fewer tokens takes no longer, and one over a single token the least.
         shortest = np.minimum.accumulate([fast(without_draft[size]) for size in sizes[::-1]])[::-1]
-        return Latency(sizes, shortest.clip(root).tolist(), c)
+        return Latency(sizes, shortest.clip(fast(self.seconds[root])).tolist(), c)
 
     def learn(self, step, counts):
         """Learns from a step: which children a walk to its end tries, and, if it counts, its seconds."""
@@ -1163,13 +1145,47 @@ UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids
           "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "token_healing", "use_mtp")
 # What `generate` itself hands over.
-PREPARED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+PREPARED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
 # Processors that count on one call a token.
 STATEFUL = (transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # Criteria that look at each row of a batch by itself.
 BY_ROW = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria,
           transformers.StopStringCriteria)
+# What decides how `generate` goes on from token to token.
+LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+# The most nodes of a tree given as (size, depth).
 LARGEST_SHAPE = 4096
+# How many of a first prompt's last tokens are scored again.
+PROBED = 6
+
+def check_fit(model):
+    """Raises ValueError if a model's kind or configuration rules out trees. What they do not say, `probe`
+    finds out by its numbers."""
+    name = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"needs a language model as transformers loads it, not compiled and not its name; "
+                         f"got {name}")
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    needed = {"position_ids", "past_key_values", "logits_to_keep"}
+    # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16. ALiBi counts them, too.
+    if (model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
+            or getattr(config, "alibi", False) or kinds - {"full_attention", "sliding_attention"}
+            or needed - inspect.signature(model.forward).parameters.keys()
+            or any(is_foreign(getattr(model, method)) for method in LOOP if hasattr(model, method))):
+        raise ValueError(f"{name} cannot verify a tree: each layer must have full or sliding attention by "
+                         f"position, and generate's loop be transformers' own")
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 and not hasattr(model, "_sequoia_offloaded"):
+        raise ValueError(f"{name} must be on one device: {devices}")
+
+def is_foreign(function):
+    """Whether a method or hook was written outside torch, transformers and this file."""
+    function = getattr(function, "func", function)
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
 
 def tree_shape(tree):
     """A Tree, (size, depth) or "auto", from one of these, "SIZExDEPTH" or "none"."""
@@ -1190,7 +1206,7 @@ class Report(NamedTuple):
     tokens: int              # written
     steps: int               # passes of the target, that over the prompt included
     seconds: float           # of the whole call
-    tree: Tree               # the planner's choice
+    tree: Tree               # the planner's last choice
     speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
 
     def __str__(self):
@@ -1209,40 +1225,43 @@ class Decoder:
 
         target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
 
-    draft: a model of the same vocabulary. tree: a Tree; (size, depth) or "16x5", the best tree of that shape;
-    "auto", the fastest for pair and machine; or "none". method: a name from METHODS, or a Method. generator:
-    by default torch's own; processes sharing a target seed theirs alike. on_step: called with each Step; a
-    text's first is the prompt's pass. cuda_graph: record the step on a GPU. A Decoder keeps caches, plan and
-    graph: models must not change, and texts come one at a time. report: a Report on its last call. Raises
-    ValueError for what it cannot work with."""
+    draft: a model of the same vocabulary; None decodes without. tree: a Tree; (size, depth) or "16x5", the
+    best tree of that shape; "auto", the fastest for pair and machine; or "none". method: a name from METHODS,
+    or a Method. generator: by default torch's own; processes sharing a target seed theirs alike. on_step:
+    called with each Step; a text's first is the prompt's pass. cuda_graph: record the step on a GPU. A
+    Decoder keeps caches, plan and graph: models must not change, and texts come one at a time. report: a
+    Report on its last call. Raises ValueError for what it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
         self.tree = tree_shape(tree)
         if draft is None and self.tree == "auto":
             self.tree = NO_TREE
+        models = [target] if self.tree == NO_TREE else [target, draft]
+        for model in models:
+            check_fit(model)
         self.method = METHODS.get(method, method)
         if not isinstance(self.method, Method):
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        self.target = CachedModel(target)
-        self.draft = None if self.tree == NO_TREE else CachedModel(draft)
-        if self.draft:
-            sizes = sorted([self.target.vocabulary, self.draft.vocabulary])
-            if sizes[0] < 0.9 * sizes[1]:
-                raise ValueError(f"target and draft must have one vocabulary, got {sizes} tokens")
-            if draft.device != target.device:
-                raise ValueError(f"target and draft must be on one device: {target.device}, {draft.device}")
+        self.models = [CachedModel(model) for model in models]
+        self.target, self.draft = self.models[0], self.models[-1]
+        sizes = sorted(model.vocabulary for model in self.models)
+        if sizes[0] < 0.9 * sizes[-1]:
+            raise ValueError(f"target and draft must have one vocabulary, got {sizes} tokens")
+        devices = [model.device for model in models]
+        if devices[0] != devices[-1]:
+            raise ValueError(f"target and draft must be on one device: {devices}")
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         # A model that is shared among ranks or offloaded needs the host in its pass.
         self.sharded = (getattr(target, "tp_size", None) or 1) > 1
-        hosted = self.sharded or any(hasattr(model, "_sequoia_offloaded") for model in (target, draft))
+        hosted = self.sharded or any(hasattr(model, "_sequoia_offloaded") for model in models)
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not hosted
         self.seed = torch.zeros(1, dtype=torch.long, device=target.device)
         self.in_use = threading.Lock()
         self.capacity = 0
         self.probed = False
-        self.sampling = self.planner = self.program = self.report = None
+        self.sampling = self.planner = self.tree_step = self.report = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
@@ -1253,13 +1272,13 @@ class Decoder:
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
+            begun = time.perf_counter()
             ids = input_ids.to(self.seed.device).long()
             mask = arguments.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
             self.check(model, ids, mask, logits_processor, stopping_criteria, generation_config, arguments)
             stream = streamer.put if streamer else (lambda ids: None)
             stream(ids.cpu())
-            begun = time.perf_counter()
             method = self.method if generation_config.do_sample else GREEDY
             rows = []
             steps = []
@@ -1274,8 +1293,10 @@ class Decoder:
         tokens = sum(map(len, rows)) - ids.numel()
         self.report = Report(tokens, len(steps), time.perf_counter() - begun, self.planner.tree,
                              self.planner.speedup_of(steps))
-        out = nn.utils.rnn.pad_sequence(rows, True, int(generation_config._pad_token_tensor or 0))
-        return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
+        out = pad_sequence(rows, True, int(generation_config._pad_token_tensor or 0))
+        if generation_config.return_dict_in_generate:
+            return transformers.generation.GenerateDecoderOnlyOutput(sequences=out)
+        return out
 
     def decode_row(self, text, padding, sampling, stopping_criteria, stream, steps):
         """A row and the tokens that follow, (longer,), until a criterion ends it. Its steps are appended."""
@@ -1287,34 +1308,45 @@ class Decoder:
                     raise ValueError("the models gave NaN logits, or the processors left no token possible")
                 text = torch.cat([text, text.new_tensor([token])])
                 stream(text[-1:].cpu())
-                asked = text[None].clone()
-                ends = stopping_criteria(asked, None).all()
-                if not torch.equal(asked[0], text):
+                shown = text[None].clone()
+                ends = stopping_criteria(shown, None).all()
+                if not shown[0].equal(text):
                     raise ValueError("unable to do a stopping criterion that changes the text")
                 if ends:
                     return text
 
     def check(self, model, ids, mask, processors, criteria, config, arguments):
         """Raises ValueError for a call whose text might not be generate's."""
-        cache = arguments.get("past_key_values")
+        if model is not self.target.model:
+            raise ValueError("this Decoder was made for another target")
+        known = (ids >= 0) & (ids < self.target.vocabulary)
+        if not known.all() or not known.any():
+            raise ValueError(f"a prompt is one token or more, ids from 0 to {self.target.vocabulary - 1}; "
+                             f"got {ids[~known].tolist()}")
+        counted = mask.cumsum(dim=1)
+        if mask.shape != ids.shape or not mask[:, -1].all() or (mask != (counted > 0)).any():
+            raise ValueError("a row of the attention_mask must be zeros, then ones: padding is on the left")
+        if config.max_length > self.target.context + 1:
+            raise ValueError(f"the target takes up to {self.target.context} tokens; the prompt has "
+                             f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
         positions = arguments.get("position_ids")
-        counted = mask.cumsum(dim=1) - 1
-        unable = {name: getattr(config, name, None) for name in UNABLE}
-        given = {name: value for name, value in arguments.items() if value is not None and value != {}}
-        unable |= {name: True for name in given.keys() - PREPARED}
-        unable["past_key_values"] = getattr(cache, "_is_user_defined", False)
-        if positions is not None:
-            positions = positions.to(ids.device)
-            other = positions.shape[-2:] != mask.shape or ((positions != counted) & (mask > 0)).any()
-            unable["position_ids"] = other
-        unable["num_beams"] = (config.num_beams or 1) > 1
-        unable["a quantized cache"] = config.cache_implementation == "quantized"
-        unable["torch.autocast"] = torch.is_autocast_enabled(ids.device.type)
+        # Where there is padding they do not matter.
+        usual = positions is None or mask.shape == positions.shape[-2:] and (
+            (positions.to(ids.device) + 1 == counted) | (mask == 0)).all()
         # A hook that tells passes apart, by their tokens or their number, gives another text in a tree.
         hooks = [hook for module in model.modules()
                  for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
-        unable["forward hooks on the target"] = any(map(is_foreign, hooks))
-        alone = self.draft is None and len(ids) == 1
+        unable = {name: getattr(config, name, None) for name in UNABLE}
+        given = {name for name, value in arguments.items() if value is not None and value != {}}
+        unable |= dict.fromkeys(given.difference(PREPARED), True)
+        unable |= {
+            "past_key_values": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
+            "position_ids": not usual,
+            "num_beams": (config.num_beams or 1) > 1,
+            "a quantized cache": config.cache_implementation == "quantized",
+            "torch.autocast": torch.is_autocast_enabled(ids.device.type),
+            "forward hooks on the target": any(map(is_foreign, hooks))}
+        alone = len(self.models) == len(ids) == 1
         unable |= {type(one).__name__: not alone for one in processors if isinstance(one, STATEFUL)}
         if len(ids) > 1:
             # Without an EOS token `generate` lets a row that a criterion has ended go on to the others' end.
@@ -1323,18 +1355,6 @@ class Decoder:
         unable = sorted(name for name, found in unable.items() if found)
         if unable:
             raise ValueError(f"unable to do {', '.join(unable)}")
-        if model is not self.target.model:
-            raise ValueError("this Decoder was made for another target")
-        if ids.shape[1] == 0:
-            raise ValueError("the prompt is empty")
-        if config.max_length > self.target.context + 1:
-            raise ValueError(f"the target takes up to {self.target.context} tokens; the prompt has "
-                             f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
-        if ids.min() < 0 or ids.max() >= self.target.vocabulary:
-            raise ValueError(f"token ids must be from 0 to {self.target.vocabulary - 1}, "
-                             f"got {ids.min()} to {ids.max()}")
-        if mask.shape != ids.shape or not mask[:, -1].all() or (mask != (mask.cumsum(dim=1) > 0)).any():
-            raise ValueError("a row of the attention_mask must be zeros, then ones: padding is on the left")
 
     @torch.inference_mode()
     def steps_after(self, text, sampling):
@@ -1342,12 +1362,12 @@ class Decoder:
         if self.sampling is None or sampling.settings != self.sampling.settings:
             # Another way of sampling has other acceptance rates, and a recorded step holds on to the old one.
             self.planner = Planner(self.tree, self.target.vocabulary)
-            self.program = None
+            self.tree_step = None
         self.sampling = sampling
         if sampling.method.shared_noise:
             self.seed.random_(generator=self.generator)
         self.make_room(len(text))
-        logits = self.target.feed(text, self.capacity)
+        logits = self.target.feed(text, self.capacity, PROBED)
         step = self.first_step(text, logits[-1:], sampling)
         yield step
         if not self.probed:
@@ -1356,15 +1376,15 @@ class Decoder:
         while True:
             text = torch.cat([text, text.new_tensor(step.tokens)])
             tree = self.planner.next_tree()
-            if self.draft and len(text) > self.draft.context:
+            if len(text) > self.draft.context:
                 tree = NO_TREE
-            program = self.program_for(tree, len(text), logits.shape[1], sampling)
+            tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
                 self.draft.feed(text[:-1], self.capacity)
             # A step without a tree leaves the draft behind.
             draft_is_fed = tree.depth > 1
             begun = time.perf_counter()
-            step = program(text, sampling)
+            step = tree_step(text, sampling)
             seconds = [time.perf_counter() - begun]
             if self.sharded:
                 # All ranks plan by rank 0's clock.
@@ -1372,46 +1392,42 @@ class Decoder:
             step = step._replace(seconds=seconds[0])
             # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
             # second, which is recorded.
-            self.planner.learn(step, counts=program.calls > self.seed.is_cuda + program.static)
+            self.planner.learn(step, counts=tree_step.calls > self.seed.is_cuda + tree_step.static)
             yield step
 
     def first_step(self, text, logits, sampling):
         """Draws the token after a text from the prompt's own logits, (1, V)."""
-        method = sampling.method
         noise = None
-        if method.shared_noise:
+        if sampling.method.shared_noise:
             noise = shared_noise(self.seed, self.seed.new_tensor([len(text) - 1]), logits.shape[1])
-        scores = sampling.scores(logits, [text], noise)
-        token = method.draw(scores, 1, self.generator)
+        token = sampling.method.draw(sampling.scores(logits, [text], noise), 1, self.generator)
         return Step(NO_TREE, text[-1:].tolist(), [], int(token))
 
     def make_room(self, tokens):
         """Makes room for so many tokens. Caches double, for which a recorded step is given up."""
         if tokens > self.capacity:
-            self.program = None
-            capacity = 64 * math.ceil(max(tokens, 2 * self.capacity, 192) / 64)
-            for model in (self.target, self.draft):
-                if model:
-                    model.grow(capacity)
-            self.capacity = capacity
+            self.tree_step = None
+            self.capacity = 64 * math.ceil(max(tokens, 2 * self.capacity, 192) / 64)
+            for model in self.models:
+                model.grow(self.capacity)
 
-    def program_for(self, tree, length, vocabulary, sampling):
-        """The step with this tree behind a text of this length."""
+    def step_with(self, tree, length, vocabulary, sampling):
+        """The TreeStep for this tree behind a text of this length."""
         self.make_room(length + tree.size)
-        if self.program is None or tree != self.program.layout.tree:
+        if self.tree_step is None or tree != self.tree_step.layout.tree:
             # The old one's memory is free before the new one's is taken.
-            self.program = None
+            self.tree_step = None
             static = self.cuda_graph and not sampling.reads_text
-            self.program = TreeStep(tree, self.target, self.draft, vocabulary, self.seed, self.generator,
-                                    static)
-        return self.program
+            self.tree_step = TreeStep(tree, self.target, self.draft, vocabulary, self.seed, self.generator,
+                                      static)
+        return self.tree_step
 
     def probe(self, text, logits):
         """Raises ValueError if the target cannot be trusted with trees. One that masks by slot, numbers
         positions its own way, or is hooked to a pass's last token, would silently give another text. So the
         prompt's last tokens are scored again: in a tree beside decoys, and the last one in a pass of its own.
-        Both must give the distributions of the prompt's pass, logits (known, V), but for rounding. In bfloat16
-        that may be 18%, and hide a slight mistake. In float32 it is 0.07% at most."""
+        Both must give the distributions of the prompt's pass, logits (known, V), but for rounding. In
+        bfloat16 that may be 18%, and hide a slight mistake. In float32 it is 0.07% at most."""
         P = logits.float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
 
@@ -1441,11 +1457,9 @@ class Decoder:
         # After a shorter prompt the next text is probed, too.
         self.probed = len(logits) == PROBED
 
-def decode(model, input_ids, draft=..., tree="auto", method="sequoia", generator=None, on_step=None,
+def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
            cuda_graph=True, **rest):
     """A Decoder made for one call, with a Decoder's options. The rest is what `generate` prepares."""
-    if draft is ...:
-        raise ValueError("decode needs draft=, a model, or None to decode without")
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
 def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="sequoia", generator=None,
@@ -1455,8 +1469,6 @@ def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="s
     inputs: ids, (rows, length), or all that a tokenizer returns. As custom_generate/generate.py in a folder,
     this file is found by `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
-    if assistant_model is None and tree_shape(tree) != NO_TREE:
-        raise ValueError("generate needs assistant_model, the draft, or tree='none'")
     if assistant_tokenizer is not None:
         raise ValueError("unable to do assistant_tokenizer: the draft needs the target's tokenizer")
     if isinstance(inputs, Mapping):
@@ -1464,14 +1476,15 @@ def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="s
         inputs = None
     criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
     # Behind a custom_generate transformers loses the tokenizer that stop strings need.
-    stop_strings = model._prepare_generation_config(generation_config, **kwargs)[0].stop_strings
+    config = generation_config or model.generation_config
+    stop_strings = kwargs.get("stop_strings", config.stop_strings)
     if stop_strings:
         if tokenizer is None:
             raise ValueError("stop_strings need tokenizer=, the tokenizer")
         criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
         kwargs["stop_strings"] = None
     return model.generate(inputs, generation_config, stopping_criteria=criteria,
-                          custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)
+                          custom_generate=partial(decoder, streamer=streamer), **kwargs)
 
 # --- 9  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
 def packable_dtypes():
@@ -1508,6 +1521,7 @@ def pack(model):
     unfit = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
+    check_fit(model)
     cached = CachedModel(model)
     model.requires_grad_(False)
     cached.feed(torch.arange(4), capacity=32)
@@ -1549,61 +1563,55 @@ def pack(model):
             model._sequoia_pass = recorded
     return model
 
-def decoder_layers(model):
-    decoder = model.get_decoder()
-    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
-    if not stacks:
-        raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
-    return stacks[0]
-
 @torch.no_grad()
 def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
-    device, the next is copied: the device holds two. Two threads cannot use it at once."""
+    device, the next is copied: the device holds two copies. Two threads cannot use it at once."""
+    decoder = model.get_decoder()
+    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
+    if not stacks:
+        raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
+    layers = stacks[0][resident:]
     cuda = torch.device(device).type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
-    layers = decoder_layers(model)[resident:]
     host = {}            # by weight of these layers: what stays in host memory
-    copies = {}          # by layer: copies of its weights on the device, made for this pass
+    copies = {}          # by layer: copies of its weights on the device
     used = []            # copies that the device may still read
 
     def fetch(layer):
-        if layer not in copies:
-            copies[layer] = {w: host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()}
+        copies[layer] = [host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()]
 
-    def give(layer, tensors):
-        for weight in layer.parameters():
-            weight.data = tensors[weight]
-
-    def before(following, layer, _):
+    def before(number, layer, _):
         # Waits for both streams: this layer's copy is complete, and nothing on the device reads used ones any
         # more, so that their memory may be used again.
         if cuda:
             torch.cuda.synchronize(device)
         used.clear()
-        # A pass that was broken off has left some.
-        for other in copies.keys() - {layer}:
-            give(other, host)
-            del copies[other]
-        fetch(layer)
-        give(layer, copies[layer])
-        # This copy goes on while the layer is computed.
+        if number == 0:
+            # A pass that was broken off may have left one.
+            copies.clear()
+        if layer not in copies:
+            fetch(layer)
+        for weight, copy in zip(layer.parameters(), copies[layer]):
+            weight.data = copy
+        # The next layer's copy goes on while this one is computed.
         with torch.cuda.stream(stream):
-            for after_it in following:
-                fetch(after_it)
+            for following in layers[number + 1 : number + 2]:
+                fetch(following)
 
     def after(layer, *_):
         # Whoever changes weights between two passes finds those in host memory, and they are copied anew.
-        give(layer, host)
+        for weight in layer.parameters():
+            weight.data = host[weight]
         used.append(copies.pop(layer))
 
-    for i, layer in enumerate(layers):
+    for number, layer in enumerate(layers):
         for weight in layer.parameters():
             host[weight] = weight.data.pin_memory() if cuda else weight.data
             weight.data = host[weight]
-        layer.register_forward_pre_hook(functools.partial(before, layers[i + 1 : i + 2]))
-        layer.register_forward_hook(after)
+        layer.register_forward_pre_hook(partial(before, number))
+        layer.register_forward_hook(after, always_call=True)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in host:
             tensor.data = tensor.data.to(device)
@@ -1618,15 +1626,6 @@ EXAMPLES = """examples:
   python sequoia.py --prompt "import os" --temperature 0 --explain
   python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt @question.txt"""
 
-def number(kind, least, most):
-    """For argparse: a number from `least` to `most`."""
-    def parse(text):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {text}")
-        return value
-    return parse
-
 def arguments(argv):
     parser = argparse.ArgumentParser("sequoia.py", description="Decodes text as the target would, faster.",
                                      epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1639,28 +1638,25 @@ def arguments(argv):
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
     add("--prompt", default=PROMPT, help="text to go on from, or @FILE, as @/dev/stdin (a class)")
-    add("--max-new-tokens", type=number(int, 1, 10**9), default=128, help="in tokens (%(default)s)")
-    add("--temperature", type=number(float, 0, 1000), default=0.6,
-        help="0 is greedy, 1 the model's own (%(default)s)")
-    add("--top-p", type=number(float, 1e-6, 1),
-        help="keep the likeliest tokens with this probability together, up to 1 (all)")
-    add("--top-k", type=number(int, 1, 10**9), help="keep so many likeliest tokens (all)")
+    add("--max-new-tokens", type=int, default=128, help="in tokens, from 1 (%(default)s)")
+    add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
+    add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
+    add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
     add("--seed", type=int, default=0, help="same seed and tree, same text; gumbel: any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
-    add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
+    add("--tree", default="auto", type=tree_shape, help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
         help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true",
-        help="draw each step's tree, the accepted path in [brackets], and say why it was accepted")
-    args = parser.parse_args(argv)
-    args.tree = tree_shape(args.tree)
-    return args
+        help="draw each step's tree, the accepted path in [brackets], and what decided")
+    return parser.parse_args(argv)
 
 def load(name, args, large=False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
-    ranks. Raises ValueError for files that lack weights or have other shapes: none runs with random ones."""
+    ranks. Raises ValueError for files that lack weights or have other shapes, which transformers would fill
+    with random numbers."""
     sharded = large and RANKS > 1
     offloaded = large and args.offload
     mapped = offloaded and args.device == "cpu"
@@ -1668,9 +1664,9 @@ def load(name, args, large=False):
     usual = "bfloat16" if args.device != "cpu" or torch.bfloat16 in packable_dtypes() else "float32"
     # Weights that keep their files' dtype are mapped, and the system pages them in and out.
     dtype = args.dtype or ("auto" if mapped else usual)
-    model, found = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True,
-                                                        ignore_mismatched_sizes=True,
-                                                        distributed_config=distributed)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+        distributed_config=distributed)
     lost = [*found["missing_keys"], *found["mismatched_keys"]]
     if lost:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
@@ -1680,12 +1676,11 @@ def load(name, args, large=False):
 
 def load_tokenizer(args):
     """The target's tokenizer. Models know ids alone: the draft's are the same, but for added special ones."""
-    target = AutoTokenizer.from_pretrained(args.target)
-    draft = target if args.tree == NO_TREE else AutoTokenizer.from_pretrained(args.draft)
+    target = transformers.AutoTokenizer.from_pretrained(args.target)
+    draft = target if args.tree == NO_TREE else transformers.AutoTokenizer.from_pretrained(args.draft)
     differing = {token for token, _ in target.get_vocab().items() ^ draft.get_vocab().items()}
     added = [*target.added_tokens_decoder.values(), *draft.added_tokens_decoder.values()]
-    special = {token.content for token in added if token.special}
-    if differing - special:
+    if differing - {token.content for token in added if token.special}:
         raise ValueError(f"{args.target} and {args.draft} have different tokens")
     if differing:
         warnings.warn("the tokenizers differ in added special tokens, which the draft will not guess")
@@ -1693,20 +1688,21 @@ def load_tokenizer(args):
 
 def decode_prompt(args):
     tokenizer = load_tokenizer(args)
-    from_file = args.prompt.startswith("@")
-    text = Path(args.prompt[1:]).read_text(encoding="utf-8") if from_file else args.prompt
+    text = args.prompt
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"].long().to(args.device)
     draft = None if args.tree == NO_TREE else load(args.draft, args)
     target = load(args.target, args, large=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator)
     if args.explain:
-        decoder.on_step = functools.partial(explain, decoder, tokenizer, ids[0].tolist())
+        decoder.on_step = partial(explain, decoder, tokenizer, ids[0].tolist())
     streamer = None if args.explain or RANK else transformers.TextStreamer(tokenizer)
     out = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0,
-        custom_generate=functools.partial(decoder, streamer=streamer), temperature=args.temperature or None,
-        top_k=args.top_k or 0, top_p=args.top_p, max_new_tokens=args.max_new_tokens)
+        custom_generate=partial(decoder, streamer=streamer), temperature=args.temperature or None,
+        top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_new_tokens)
     if not RANK:
         if args.explain:
             print(tokenizer.decode(out[0]))
@@ -1718,27 +1714,20 @@ def decode_prompt(args):
         torch.distributed.destroy_process_group()
 
 def explain(decoder, tokenizer, text, step):
-    """Prints what a step did and why. For each child that was tried: what both models gave it, and the ratio
-    of what rejections had left of both, where that decides. text: the tokens before, a list, which grows."""
-    method = decoder.sampling.method
+    """Prints what a step did: its tree, what both models gave each child that was tried, and whether it was
+    accepted. text: the tokens before, a list, which grows."""
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
     path = [0, *step.path]
     reasons = ""
     for node in path:
-        children = [child for child in step.tree.children[node] if step.node_tokens[child] >= 0]
-        if not children:
-            continue
         ids = [*text[:-1], *(step.node_tokens[i] for i in step.tree.mask[node].nonzero())]
-        p, q = (scores_after(decoder, model, ids) for model in (decoder.target, decoder.draft))
-        P, Q = p.softmax(dim=1), q.softmax(dim=1)
-        tokens = torch.tensor([[step.node_tokens[child] for child in children]], device=p.device)
-        ratios = method.ratios(P, q, tokens)[0][0] if type(method) is Method else None
-        for rank, child in enumerate(children):
+        for child in step.tree.children[node]:
             token = step.node_tokens[child]
-            ratio = "" if ratios is None else f"ratio {ratios[rank]:.2f}, "
+            if token < 0:
+                break
+            P, Q = (chance_after(decoder, model, ids, token) for model in (decoder.target, decoder.draft))
             verdict = "accepted" if child in path else "rejected"
-            reasons += (f"'{words[child]}': the draft gives {Q[0, token]:.3f}, the target {P[0, token]:.3f}, "
-                        f"{ratio}{verdict}\n")
+            reasons += f"'{words[child]}': the draft gives {Q:.3f}, the target {P:.3f}, {verdict}\n"
             if child in path:
                 break
     for node in path:
@@ -1747,12 +1736,11 @@ def explain(decoder, tokenizer, text, step):
         print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
     text += step.tokens
 
-def scores_after(decoder, model, ids):
-    """A Decoder's model's, for the token after others, (1, V), by an ordinary pass."""
-    ids = torch.tensor([ids], device=decoder.seed.device)
-    logits = model.model(ids, logits_to_keep=1).logits[0]
-    logits = fit(logits, decoder.target.vocabulary)
-    return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)
+def chance_after(decoder, model, ids, token):
+    """What a Decoder's model gives a token after others, by an ordinary pass."""
+    ids = decoder.seed.new_tensor([ids])
+    logits = fit(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
+    return decoder.sampling.scores(logits, ids, draft=model is decoder.draft).softmax(dim=1)[0, token]
 
 def free_cores():
     """How many cores no other process computes on, where the system tells."""
