@@ -9,15 +9,14 @@
     python bench.py scaling         # tokens per step by tree size, of optimal trees and of k sequences
     python bench.py all             # everything, into figures/; with --quick shortened, which decides nothing
 
-`speed --target A --draft B` compares on any pair. `speed --synthetic 7b-68m` needs no weights: it makes a
-pair of such models' shapes on the spot, of which one number is matched to the paper's, the tokens that a step
-yields; `--offload` streams its target from host memory. All print Markdown tables. With `--save` they replace
-their section of figures/results.md, and draw. figures/paper.json: what the paper published, models' shapes.
+`speed --target A --draft B` compares on any pair. `speed --synthetic 7b-68m` makes random models of such
+shapes, which yield the paper's tokens a step; `--offload` streams its target. All print Markdown tables. With
+`--save` they replace their section of figures/results.md, and draw. figures/paper.json: published numbers.
 
-The same prompts, seeds and weights for all, taking turns, so that a slow minute hits all alike. Comparisons
-are paired by prompt: 1.33 ± 0.05 is a ratio of sums over prompts and half its 95% interval. Tokens per step
-are all tokens over all steps, but in `verification` and `scaling` a mean over all positions of a text: about
-a tenth more, as decoding jumps over the easy ones. ms/token is all time over all tokens.
+All take turns on the same prompts, seeds and weights. Comparisons are paired by prompt: 1.33 ± 0.05 is a
+ratio of sums over prompts and half its 95% interval. Tokens per step are all tokens over all steps, but in
+`verification` and `scaling` a mean over all positions of a text: about a tenth more, as decoding jumps over
+the easy ones. ms/token is all time over all tokens.
 """
 import argparse, copy, functools, importlib, itertools, json, math, os, platform, re, subprocess, sys, time
 from dataclasses import dataclass
@@ -33,11 +32,10 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, TemperatureLogitsWarper, TopPLogitsWarper
 
 import sequoia
-from sequoia import METHODS, Tree, expected_tokens, expected_tokens_table, optimal_tree, sequences
+from sequoia import METHODS, NO_TREE, Tree, expected_tokens, expected_tokens_table, optimal_tree, sequences
 
 HERE = Path(__file__).parent
 PAPER = json.loads((HERE / "figures" / "paper.json").read_text(encoding="utf-8"))
-PLAIN = Tree([-1])
 BLACK, GREY, GREEN, RED, BLUE = "#111827", "#9ca3af", "#15803d", "#dc2626", "#2563eb"
 ORANGE, BROWN, TEAL, PINK, VIOLET = "#ea580c", "#9a3412", "#0891b2", "#be185d", "#7c3aed"
 TWO_CORES = ("While they read a weight two cores do about ten multiplications, a GPU one to three hundred: "
@@ -186,7 +184,6 @@ def draw_by_size(axis, rows, styles):
     for i, (name, (colour, line)) in enumerate(styles.items()):
         known = [row for row in rows if row[name] is not None]
         heights, halves = zip(*(row[name] for row in known))
-        # What is computed exactly has no interval, nor one in the legend.
         bars = halves if np.isfinite(halves).any() else None
         shift = 2 ** (0.08 * (i - 1)) if bars else 1
         axis.errorbar([row["nodes"] * shift for row in known], heights, yerr=bars, fmt=line, marker="o",
@@ -214,7 +211,7 @@ class Pair:
     @functools.cached_property
     def fast(self):
         both = self.target, self.draft
-        return [sequoia.pack(copy.deepcopy(model)) for model in both] if self.pack else both
+        return [*map(sequoia.pack, copy.deepcopy(both))] if self.pack else both
 
 def pair_of(args):
     """The pair that the command line names, not packed."""
@@ -479,7 +476,6 @@ class Ours:
         self.decoder.on_step = steps.append
         how = request(prompt, self.temperature, new_tokens)
         seconds, text = timed(lambda: self.target.generate(prompt, custom_generate=self.decoder, **how))
-        # The first is the prompt's pass.
         yielded = sum(len(step.tokens) for step in steps[1:])
         return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps) - 1, steps[-1].tree)
 
@@ -509,14 +505,12 @@ class Theirs:
         with target.register_forward_hook(lambda *_: passes.append(1)):
             seconds, text = timed(lambda: target.generate(prompt, **how, **self.kwargs))
         new = text.shape[1] - prompt.shape[1]
-        # The pass over the prompt also scores the first candidates.
         return Run(seconds, new, new, len(passes))
 
 def interleave(contenders, prompts, args, label):
     """Every contender on every prompt, taking turns: their runs by name. A short run of each comes first, to
     warm up. All have the same seed on the same prompt."""
     for contender in contenders.values():
-        # A planner measures for its first forty steps or so.
         contender(prompts[0], 128 if getattr(contender, "measures", False) else 16)
     names = list(contenders)
     runs = {name: Runs() for name in names}
@@ -551,7 +545,7 @@ def contenders_for(pair, temperature, args):
     """All who take part, by (name, setting)."""
     mine = functools.partial(Ours, pair, temperature)
     peer = functools.partial(Theirs, pair, temperature)
-    taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(PLAIN)}
+    taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(NO_TREE)}
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
     for setting in ASSISTED:
         taking_part["assisted", " ".join(map(str, setting))] = peer(assistant=zip(names, setting))
@@ -707,7 +701,7 @@ def planner(args, report):
         learnt = auto.learn(prompts[1::2])
         rates, latency = learnt.rates()[:, :16], learnt.latency()
         trees = trees_around(sequoia.plan(rates, latency).tree, rates)
-        contenders = {"plain": mine(PLAIN), **{name: mine(tree) for name, tree in trees.items()},
+        contenders = {"plain": mine(NO_TREE), **{name: mine(tree) for name, tree in trees.items()},
                       "goes on planning": auto, "with a useless draft": mine("auto", draft=useless)}
         runs = interleave(contenders, prompts[::2], args, f"trees, {named(temperature)}")
         best = min(trees, key=lambda name: runs[name].ms_per_token())
@@ -851,22 +845,21 @@ class Onlooker(sequoia.Method):
         return p
 
 def look_on(method, layout, tokens, target, q, *rest, walk=sequoia.walk):
-    """In place of sequoia.walk."""
-    if not isinstance(method, Onlooker):
-        return walk(method, layout, tokens, target, q, *rest)
-    p = target(layout.nodes)
-    method.seen.append(expected_yield(method.judge, layout, tokens, p, q))
-    return layout.nodes[:1], method.draw(p, 1)[:, 0]
+    """In place of sequoia.walk, for an Onlooker."""
+    if isinstance(method, Onlooker):
+        method.seen.append(expected_yield(method.judge, layout, tokens, target(layout.nodes), q))
+        return layout.nodes[:1], method.draw()[:, 0]
+    return walk(method, layout, tokens, target, q, *rest)
 
 sequoia.walk = look_on
 
 def yields(pair, how, contenders, prompts):
     """What trees with methods yield: a mean over the steps of each text, (texts,), for each name. how:
-    temperature, new tokens, top-p. The texts: what the target itself makes of the prompts."""
+    temperature, new tokens, top-p. The texts are the target's own, written by the first decoder."""
     left = []
     seen = []
     found = {name: [] for name in contenders}
-    decoders = {"": sequoia.Decoder(*pair.fast, PLAIN)}
+    decoders = {"": sequoia.Decoder(*pair.fast, NO_TREE)}
     for name, (tree, method) in contenders.items():
         judge = METHODS[method]
         onlooker = Onlooker(judge.propose, draw=lambda *_: left.pop(0), shared_noise=judge.shared_noise,
@@ -879,7 +872,6 @@ def yields(pair, how, contenders, prompts):
             out = pair.fast[0].generate(prompt, custom_generate=decoder, **request(prompt, *how))
             if name:
                 found[name].append(np.mean(seen))
-            # The first has written the text.
             left[:] = out[0, prompt.shape[1] :, None, None]
     return {name: np.array(column) for name, column in found.items()}
 

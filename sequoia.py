@@ -17,10 +17,10 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     P, Q             P, Q                        Algorithm 2, target's and draft's distributions after a text
     log P, log Q     p, q: scores                logarithms of probabilities up to a constant, -inf for 0
     R, D             R (residual), D             Algorithm 2, what rejections have left of P and of Q
-    t(n), c          Latency                     section 4.1, seconds: a step but draft passes; a draft pass
+    t(n), c          Latency                     section 4.1, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
-small, 10 is the command line. Each needs only what stands above it. -1 means none: no parent, no child, no
+small, 10 is the command line. Each can be read after those above it. -1 means none: no parent, no child, no
 token. Left out: training drafts, batched serving, recurrent models. What a change of a section must keep, and
 the tests notice:
 
@@ -28,7 +28,7 @@ the tests notice:
     3      tokens are proposed as the draft gives them, without those before
     4      for any target, draft and number of children the token is distributed as the target
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
-    6      a step adds what `step_plainly` adds, on the host, without it, and recorded
+    6      a step adds what `step_plainly` adds, and so does its form for a GPU, called and recorded
     7      the tree comes near the fastest, however steps are timed
     8      the text is that of `generate`, or a ValueError says what cannot be done
     9      a packed, recorded or offloaded pass is the plain one
@@ -266,8 +266,8 @@ def _check_rates(acceptance_rates):
     return rates
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
-# From models to verification probabilities travel as scores: logarithms in float32, which do not underflow at
-# low temperatures.
+# What models say travels to verification as scores: logarithms of probabilities up to a constant, which do
+# not underflow at low temperatures. Of models' logits they are made in float32.
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
@@ -301,10 +301,10 @@ def most_likely(scores, k, generator=None):
     tokens = torch.where(best.values > RULED_OUT, best.indices, NONE)
     return pad(tokens, (0, k - tokens.shape[1]), value=NONE) if k > tokens.shape[1] else tokens
 
-def never_zero(q):
-    """A draft's scores, (rows, V): what it gives probability 0 is not ruled out, but comes last, all alike.
+def never_ruled_out(q):
+    """A draft's scores, (rows, V), at least -1000: what the draft gives probability 0 comes last, all alike.
     So once all else is proposed it is, uniformly, as in Algorithm 2, lines 12 to 15: the target may want it.
-    Temperatures above 50 bring it nearer, which is as lossless."""
+    Temperatures above 20 bring it nearer, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):
@@ -330,12 +330,13 @@ def shared_noise(seed, positions, vocabulary):
 # token was rejected, the others must yield the same R, the residual. They are drawn from D, the draft without
 # that token: the same task with one child less. With none left R itself is drawn: induction does it.
 #
-# The cover property (Theorem 3.7): with k different children, one is always accepted if they are all tokens
-# to which the draft gives a chance, and the target gives none to others; or if they are the whole vocabulary.
-# A rejected token had R[s] < D[s], so the next residual gives it nothing: what is left of the target is among
-# the tokens not yet tried. On the last of them R = D = 1. With replacement a rejected token may come again,
-# in vain. Where the draft gives a chance to fewer than k, the rest come last, all alike (`never_zero`). The
-# optimal transport property: a single child is accepted with the chance sum min(P, Q), the most of any rule.
+# The cover property (Theorem 3.7): with k different children, one is always accepted if they are all the
+# tokens to which the draft gives a chance, and the target gives none to others; or if they are the whole
+# vocabulary. A rejected token had R[s] < D[s], so the next residual gives it nothing: what is left of the
+# target is among the tokens not yet tried. On the last of them R = D = 1. With replacement a rejected token
+# may come again, in vain. Where the draft gives a chance to fewer than k, the rest come last, all alike: see
+# `never_ruled_out`. The optimal transport property: a single child is accepted with the chance
+# sum min(P, Q), the most of any rule.
 #
 # Towards temperature 0 children become the draft's likeliest tokens in order, or with replacement copies of
 # one.
@@ -373,9 +374,9 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     s = tokens.clamp(min=0)[:, :, None]                                                 # (rows, k, 1)
     D = q[:, None].expand(-1, k, -1)                                                    # (rows, k, V)
     if not replacement:
-        # Child i is drawn without tokens 0 to i - 1.
+        # Child i is drawn without tokens 0 to i - 1. What does not exist comes last, and takes out nothing.
         D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
-    # A child that does not exist takes nothing from R.
+    # Nor does it take from R.
     D = torch.where(tokens[:, :, None] >= 0, D.softmax(dim=2), 0)
     # R is not normalised here: its sum is the chance that child i is tried, and its ratio is divided by it.
     R = [P]
@@ -409,8 +410,8 @@ def ratios_of_spectr(P, q, tokens):
 
 @dataclass(frozen=True)
 class Method:
-    """How a node's children are proposed and verified. Its functions are called in this order: `begin` for
-    a node, `verify` for its children, `last_token` for the node at which the path ends."""
+    """How a node's children are proposed and verified: `begin` for a node, `verify` for its children,
+    `last_token` for the node at which the path ends."""
     propose: Callable                               # a function as in section 3
     ratios: Callable = None                         # one of the two above
     draw: Callable = sample_without_replacement     # of the token after the path, from its scores
@@ -478,7 +479,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     chosen = METHODS[method]
     noise = gumbel(uniform(P, generator)) if chosen.shared_noise else 0
     p = P.double().log() + noise
-    q = never_zero(Q.double().log()) + noise
+    q = never_ruled_out(Q.double().log()) + noise
     tokens = chosen.propose(q, k, generator)
     accepted, left = chosen.verify(chosen.begin(p, generator), q, tokens, uniform(tokens, generator))
     # The maximum of bools is found at the first that is true.
@@ -506,7 +507,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x           x                x
 #     node 3       x              x           x       x                    x
 #     previous     x              x
-#     after        the text                   root    node 2   next root   free
+#     after        the text       the text    root    node 2   (next root) free
 #
 # An entry moves to the slot of its position, by which its key was rotated. Next time node 2 is previous.
 
@@ -632,6 +633,7 @@ class CachedModel:
 
     def logits(self, tokens, nodes, placed):
         """One pass over some of a tree's nodes: tokens (size + 1,), an index of nodes -> (nodes, V)."""
+        # A model that `pack` has recorded (section 9) has a pass of its own.
         return getattr(self.model, "_sequoia_pass", self.forward)(*self.inputs(tokens, nodes, placed))
 
     def inputs(self, tokens, nodes, placed):
@@ -677,9 +679,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     """The whole method in one function, without caches, masks or batches: the tokens that one step adds.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,), a draft's all
-    finite (see `never_zero`). say: see `verify_one_node`. What follows does the same, faster, and is tested
-    against this. Greedy decoding is its limit for scores divided by a temperature towards 0. At others a
-    draft's scores must differ by less than 700, as float64 holds no smaller probabilities."""
+    finite (see `never_ruled_out`). say: see `verify_one_node`. What follows does the same for more methods,
+    and faster. It is tested against this. Greedy decoding is the limit for scores divided by a temperature
+    towards 0. float64 holds no probability below exp(-700), so such small ones of a draft must be alike."""
     # 1. The draft grows the tree. Each node with children proposes them; their texts come in level order.
     texts = [text]
     drafts = []
@@ -748,7 +750,8 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
         1       x,  0.8 0.2                        0.4 / 0.8 = 0.5    0.1  0.4  0.5 (P' is 0.2 0.8)
         2       y,  0.6 0.4                        0.4 / 0.4 = 1      failure 0, as m is 1
 
-    Node 2 never fails, so both tokens are always accepted.
+    Node 2 never fails, so both tokens are always accepted. `endings` finds targets and residuals, which do
+    not depend on what is drawn, from the root down. Here outcomes are drawn from the leaves up.
 
     Why lossless: Algorithm 2 yields any target. So s fails with chance 1 - m, with which Algorithm 2 at its
     parent rejects it, and else yields tokens by P'. From the leaves up each node yields its own target, at
@@ -757,7 +760,8 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
     Why never fewer tokens on average, on a chain: the path goes through a node with chance m. Let a walk get
     there with chance a, and its child t have the ratio r = P'[t] / D[t]. The walk gets to t with min(a r, a),
     traversal, as R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m. On a branched
-    tree there are mostly more, too: `bench.py verification` measures it. On one level it is Algorithm 2."""
+    tree there are mostly more, too: `bench.py verification` measures it. For a root and its children alone it
+    is Algorithm 2."""
     nodes, chance, residual = endings(method, layout, tokens, target(layout.nodes), q)
     first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
     return nodes[first], method.last_token(residual[first], generator)
@@ -802,7 +806,7 @@ class Step(NamedTuple):
 # out: they come last, as the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 100
-# All others may read the text. They are called node by node, which is slower, and no CUDA graph can hold it.
+# All but these may read the text, are called node by node, which is slower, and cannot be recorded.
 TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 
 class Sampling:
@@ -816,14 +820,14 @@ class Sampling:
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        # What a plan and a recorded step depend on.
+        # What a plan and a recorded step depend on: that no processor which reads the text is in.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, noise=None, draft=False):
         """A model's scores after some texts, (texts, V): float32. texts: needed if a processor reads them."""
         scores = logits.float()
         if draft:
-            scores = never_zero(scores)
+            scores = never_ruled_out(scores)
         if self.reads_text:
             scores = torch.cat([self.processed_after(*one, draft) for one in zip(texts, scores.split(1))])
         else:
@@ -855,7 +859,8 @@ def of_row(processor, row):
 
 class TreeStep:
     """The step with one tree: draft, score, verify, keep. It is made anew for another tree, for another way
-    of sampling, and for larger caches, which a recorded one holds on to. It keeps nothing of a text.
+    of sampling, and for larger caches, which a recorded one holds on to. What its tensors hold of a text the
+    next call overwrites.
 
     vocabulary: of the target's logits. seed: of shared noise, (1,). static: shapes are fixed, and no value
     goes to the host while it runs, so that a CUDA graph can hold it: the second call records it."""
@@ -965,7 +970,7 @@ PRIOR = 0.6 / np.arange(1, 33) ** 2
 PRIOR_TRIES = 4
 # The most nodes and levels of a planned tree, and children of a node in it.
 LARGEST, DEEPEST, WIDEST = 1024, 24, 16
-# A tree counts as timed after FEW steps with it. The last MANY are remembered.
+# A tree counts as timed after FEW steps with it, NO_TREE after twice as many. The last MANY are remembered.
 FEW, MANY = 3, 15
 
 class Latency(NamedTuple):
@@ -1182,7 +1187,7 @@ def check_fit(model):
         raise ValueError(f"{name} must be on one device: {devices}")
 
 def is_foreign(function):
-    """Whether a method or hook was written outside torch, transformers and this file."""
+    """Whether a method or hook was written outside torch, transformers, accelerate and this file."""
     function = getattr(function, "func", function)
     module = getattr(function, "__globals__", {}).get("__name__", "")
     return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
@@ -1204,7 +1209,7 @@ def tree_shape(tree):
 class Report(NamedTuple):
     """What a Decoder's last call came to. Printed, it is a line that ends with a verdict on the pair."""
     tokens: int              # written
-    steps: int               # passes of the target, that over the prompt included
+    steps: int               # the passes of the target that yielded them, that over the prompt included
     seconds: float           # of the whole call
     tree: Tree               # the planner's last choice
     speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
@@ -1225,11 +1230,15 @@ class Decoder:
 
         target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
 
-    draft: a model of the same vocabulary; None decodes without. tree: a Tree; (size, depth) or "16x5", the
-    best tree of that shape; "auto", the fastest for pair and machine; or "none". method: a name from METHODS,
-    or a Method. generator: by default torch's own; processes sharing a target seed theirs alike. on_step:
-    called with each Step; a text's first is the prompt's pass. cuda_graph: record the step on a GPU. A
-    Decoder keeps caches, plan and graph: models must not change, and texts come one at a time. report: a
+    draft        a model of the same vocabulary; without one tree="auto" is "none"
+    tree         a Tree; (size, depth) or "16x5", the best tree of that shape; "auto", the fastest for pair and
+                 machine; "none"
+    method       a name from METHODS, or a Method
+    generator    by default torch's own; processes that share a target seed theirs alike
+    on_step      called with each Step; a text's first is the prompt's pass
+    cuda_graph   record the step on a GPU
+
+    A Decoder keeps caches, plan and graph: models must not change, and texts come one at a time. report: a
     Report on its last call. Raises ValueError for what it cannot work with."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
@@ -1244,7 +1253,9 @@ class Decoder:
         if not isinstance(self.method, Method):
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
-        self.target, self.draft = self.models[0], self.models[-1]
+        self.target = self.models[0]
+        # Without a draft it is the target, and not used.
+        self.draft = self.models[-1]
         sizes = sorted(model.vocabulary for model in self.models)
         if sizes[0] < 0.9 * sizes[-1]:
             raise ValueError(f"target and draft must have one vocabulary, got {sizes} tokens")
@@ -1452,8 +1463,9 @@ class Decoder:
         # Models in float64 compute some numbers in float32.
         dtype = self.target.model.dtype
         if not found < 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
-            raise ValueError(f"{type(self.target.model).__name__} cannot verify a tree: distributions differ "
-                             f"in one by {found:.1%}, more than {dtype} should round (float32 rounds least)")
+            raise ValueError(f"{type(self.target.model).__name__} cannot verify a tree: distributions after "
+                             f"the same tokens differ by {found:.1%} in one, more than {dtype} should round "
+                             f"(float32 rounds least)")
         # After a shorter prompt the next text is probed, too.
         self.probed = len(logits) == PROBED
 
@@ -1567,7 +1579,7 @@ def pack(model):
 def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
-    device, the next is copied: the device holds two copies. Two threads cannot use it at once."""
+    device, the next is copied: besides all else it holds two copies. Two threads cannot use it at once."""
     decoder = model.get_decoder()
     stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
     if not stacks:
@@ -1650,7 +1662,7 @@ def arguments(argv):
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true",
-        help="draw each step's tree, the accepted path in [brackets], and what decided")
+        help="draw each step's tree, the accepted path in [brackets], and what models said")
     return parser.parse_args(argv)
 
 def load(name, args, large=False):

@@ -210,7 +210,7 @@ def test_each_proposal_is_distributed_as_the_draft_without_the_earlier_ones(name
     n = 50_000
     Q = torch.tensor(draft_probs)
     q = Q.log().expand(n, 4)
-    tokens = METHODS[name].propose(sequoia.never_zero(q), 4, seeded(0))
+    tokens = METHODS[name].propose(sequoia.never_ruled_out(q), 4, seeded(0))
     if not replaces(name):
         # The same noise draws the same tokens, as many as there are.
         count = int((Q > 0).sum())
@@ -265,7 +265,7 @@ def weights_of(vocab):
     return st.lists(weight, min_size=vocab, max_size=vocab).filter(any).map(distribution)
 
 def scores_of(Q):
-    return sequoia.never_zero(Q.log())
+    return sequoia.never_ruled_out(Q.log())
 
 def random_rows(rows, vocab=6, zeros=0.0, seed=1):
     """Target and draft distributions, (rows, vocab) each, far from each other, with exact zeros in either."""
@@ -393,12 +393,10 @@ def all_tokens_of_a_tree(name, tree, draft):
     return tokens, chances
 
 def verified(method, layout, tokens, p, q, generator, static=False):
-    """A tree's verification by either function, given as a step does it."""
-    def target(nodes):
-        return method.begin(p[nodes], generator)
-
+    """A tree's verification by either function, given targets as a step does."""
     verify = sequoia.traverse if method.leaves_first else sequoia.walk
-    target = target(layout.nodes).__getitem__ if static else target
+    begun = method.begin(p, generator) if static else None
+    target = lambda nodes: begun[nodes] if static else method.begin(p[nodes], generator)
     return verify(method, layout, tokens, target, q, generator, static)
 
 def outcomes(name, tree, tokens, P, Q):
@@ -866,8 +864,7 @@ def test_greedy_equals_plain_generate(name):
         steps = []
         decoder = Decoder(target, draft, tree, on_step=steps.append)
         assert_greedy(decoder, prompt_of(30), max_new_tokens=30)
-        shapes = {entry.shape for entry in decoder.target.entries}
-        assert len(shapes) == 1 + (name in TWO_SHAPES)
+        assert len({entry.shape for entry in decoder.target.entries}) == 1 + (name in TWO_SHAPES)
         # A draft this near must save steps. The first token is no tree's.
         assert len(steps) == 30 if tree == NO_TREE else len(steps) < 22
     # To the end of the context: GPT-2 has no embedding beyond, and deeper nodes must not ask for one.
@@ -1814,8 +1811,8 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     shown = []
     with mock.patch.object(sequoia, "chance_after", lambda *given: shown.append(given[2]) or after(*given)):
         out = run_main(capfd, *usual, "--tree", "8x4", "--explain", "--top-k", "1")[1]
-    reasons = re.findall(r"target (\S+), (\w+)\n", out)
-    assert set(reasons) == {("1.000", "accepted"), ("0.000", "rejected")} and max(map(len, shown)) > 16
+    reasons = {*re.findall(r"target (\S+), (\w+)\n", out)}
+    assert reasons == {("1.000", "accepted"), ("0.000", "rejected")} and max(map(len, shown)) > 16
     assert "'\\n" in out and "\\\\" not in out
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
