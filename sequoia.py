@@ -378,13 +378,13 @@ def ratios_in_turn(P, q, tokens, replacement=False):
         D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
     # Nor does it take from R.
     D = torch.where(tokens[:, :, None] >= 0, D.softmax(dim=2), 0)
-    # R is not normalised here: its sum is the chance that child i is tried, and its ratio is divided by it.
+    # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
     for i in range(k):
         R.append((R[i] - R[i].sum(dim=1, keepdim=True) * D[:, i]).clamp(min=0))
-    tried = torch.stack(R[:k], dim=1)                                                   # (rows, k, V)
-    scale = tried.sum(dim=2, keepdim=True) * D.gather(2, s)
-    return torch.where(scale > 0, tried.gather(2, s) / scale, 0)[:, :, 0], R[k]
+    targets = torch.stack(R[:k], dim=1)                                                 # (rows, k, V)
+    scale = targets.sum(dim=2, keepdim=True) * D.gather(2, s)
+    return torch.where(scale > 0, targets.gather(2, s) / scale, 0)[:, :, 0], R[k]
 
 def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
