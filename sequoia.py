@@ -1231,8 +1231,8 @@ class Decoder:
         target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
 
     draft        a model of the same vocabulary; without one tree="auto" is "none"
-    tree         a Tree; (size, depth) or "16x5", the best tree of that shape; "auto", the fastest for pair and
-                 machine; "none"
+    tree         a Tree; (size, depth) or "16x5", the best tree of that shape; "auto", the fastest for the
+                 pair and the machine; "none"
     method       a name from METHODS, or a Method
     generator    by default torch's own; processes that share a target seed theirs alike
     on_step      called with each Step; a text's first is the prompt's pass
@@ -1272,7 +1272,7 @@ class Decoder:
         self.in_use = threading.Lock()
         self.capacity = 0
         self.probed = False
-        self.sampling = self.planner = self.tree_step = self.report = None
+        self.sampling = self.planner = self.tree_step = self.made_for = self.report = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
@@ -1371,9 +1371,8 @@ class Decoder:
     def steps_after(self, text, sampling):
         """Yields the Steps after a text, (length,). The first is the prompt's pass, a step without a tree."""
         if self.sampling is None or sampling.settings != self.sampling.settings:
-            # Another way of sampling has other acceptance rates, and a recorded step holds on to the old one.
+            # Another way of sampling has other acceptance rates.
             self.planner = Planner(self.tree, self.target.vocabulary)
-            self.tree_step = None
         self.sampling = sampling
         if sampling.method.shared_noise:
             self.seed.random_(generator=self.generator)
@@ -1415,22 +1414,23 @@ class Decoder:
         return Step(NO_TREE, text[-1:].tolist(), [], int(token))
 
     def make_room(self, tokens):
-        """Makes room for so many tokens. Caches double, for which a recorded step is given up."""
+        """Makes room for so many tokens. Caches double."""
         if tokens > self.capacity:
-            self.tree_step = None
             self.capacity = 64 * math.ceil(max(tokens, 2 * self.capacity, 192) / 64)
             for model in self.models:
                 model.grow(self.capacity)
 
     def step_with(self, tree, length, vocabulary, sampling):
-        """The TreeStep for this tree behind a text of this length."""
+        """The TreeStep for this tree behind a text of this length: the last one, if it was made for these."""
         self.make_room(length + tree.size)
-        if self.tree_step is None or tree != self.tree_step.layout.tree:
+        made_for = tree, sampling.settings, self.capacity
+        if made_for != self.made_for:
             # The old one's memory is free before the new one's is taken.
-            self.tree_step = None
+            self.tree_step = self.made_for = None
             static = self.cuda_graph and not sampling.reads_text
             self.tree_step = TreeStep(tree, self.target, self.draft, vocabulary, self.seed, self.generator,
                                       static)
+            self.made_for = made_for
         return self.tree_step
 
     def probe(self, text, logits):
