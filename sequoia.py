@@ -372,19 +372,21 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     replacement the tokens before a child stay in the draft that it is drawn from, which is SpecInfer."""
     rows, k = tokens.shape
     s = tokens.clamp(min=0)[:, :, None]                                                 # (rows, k, 1)
+    exists = tokens[:, :, None] >= 0
     D = q[:, None].expand(-1, k, -1)                                                    # (rows, k, V)
     if not replacement:
-        # Child i is drawn without tokens 0 to i - 1. What does not exist comes last, and takes out nothing.
+        # Child i is drawn without tokens 0 to i - 1.
         D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
-    # Nor does it take from R.
-    D = torch.where(tokens[:, :, None] >= 0, D.softmax(dim=2), 0)
+    D = D.softmax(dim=2)
     # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
     for i in range(k):
         R.append((R[i] - R[i].sum(dim=1, keepdim=True) * D[:, i]).clamp(min=0))
-    targets = torch.stack(R[:k], dim=1)                                                 # (rows, k, V)
-    scale = targets.sum(dim=2, keepdim=True) * D.gather(2, s)
-    return torch.where(scale > 0, targets.gather(2, s) / scale, 0)[:, :, 0], R[k]
+    R = torch.stack(R, dim=1)                                                           # (rows, k + 1, V)
+    scale = R[:, :-1].sum(dim=2, keepdim=True) * D.gather(2, s)
+    ratios = torch.where(exists & (scale > 0), R[:, :-1].gather(2, s) / scale, 0)[:, :, 0]
+    # As many are rejected as exist. What the others would do to R does not count.
+    return ratios, R.take_along_dim(exists.sum(dim=1, keepdim=True), dim=1)[:, 0]
 
 def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
@@ -1179,7 +1181,7 @@ def check_fit(model):
             or needed - inspect.signature(model.forward).parameters.keys()
             or any(is_foreign(getattr(model, method)) for method in LOOP if hasattr(model, method))):
         raise ValueError(f"{name} cannot verify a tree: each layer must have full or sliding attention by "
-                         f"position, and generate's loop be transformers' own")
+                         f"position (no ALiBi), and generate's loop be transformers' own")
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
     devices = {weight.device for weight in model.parameters()}
@@ -1220,7 +1222,7 @@ class Report(NamedTuple):
         elif self.speedup is None:
             verdict = "not compared with no tree"
         else:
-            verdict = f"{self.speedup:.2f} times the speed of no tree"
+            verdict = f"about {self.speedup:.1f} times the speed of no tree"
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
                 f"{self.tokens / self.steps:.2f} tokens a step, {self.tokens / self.seconds:.1f} a second; "
                 f"tree {self.tree.size}x{self.tree.depth}: {verdict}")
@@ -1230,7 +1232,7 @@ class Decoder:
 
         target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
 
-    draft        a model of the same vocabulary; without one tree="auto" is "none"
+    draft        a model of the same vocabulary; not needed for the tree "none"
     tree         a Tree; (size, depth) or "16x5", the best tree of that shape; "auto", the fastest for the
                  pair and the machine; "none"
     method       a name from METHODS, or a Method
@@ -1244,8 +1246,9 @@ class Decoder:
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
         self.tree = tree_shape(tree)
-        if draft is None and self.tree == "auto":
-            self.tree = NO_TREE
+        if draft is None and self.tree != NO_TREE:
+            raise ValueError("a draft is needed, assistant_model= of sequoia.generate or draft= of "
+                             "sequoia.decode; without one say tree='none'")
         models = [target] if self.tree == NO_TREE else [target, draft]
         for model in models:
             check_fit(model)
@@ -1330,16 +1333,7 @@ class Decoder:
         """Raises ValueError for a call whose text might not be generate's."""
         if model is not self.target.model:
             raise ValueError("this Decoder was made for another target")
-        known = (ids >= 0) & (ids < self.target.vocabulary)
-        if not known.all() or not known.any():
-            raise ValueError(f"a prompt is one token or more, ids from 0 to {self.target.vocabulary - 1}; "
-                             f"got {ids[~known].tolist()}")
         counted = mask.cumsum(dim=1)
-        if mask.shape != ids.shape or not mask[:, -1].all() or (mask != (counted > 0)).any():
-            raise ValueError("a row of the attention_mask must be zeros, then ones: padding is on the left")
-        if config.max_length > self.target.context + 1:
-            raise ValueError(f"the target takes up to {self.target.context} tokens; the prompt has "
-                             f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
         positions = arguments.get("position_ids")
         # Where there is padding they do not matter.
         usual = positions is None or mask.shape == positions.shape[-2:] and (
@@ -1366,6 +1360,15 @@ class Decoder:
         unable = sorted(name for name, found in unable.items() if found)
         if unable:
             raise ValueError(f"unable to do {', '.join(unable)}")
+        known = (ids >= 0) & (ids < self.target.vocabulary)
+        if not known.all() or not known.any():
+            raise ValueError(f"a prompt is one token or more, ids from 0 to {self.target.vocabulary - 1}; "
+                             f"got {ids[~known].tolist()}")
+        if mask.shape != ids.shape or not mask[:, -1].all() or (mask != (counted > 0)).any():
+            raise ValueError("a row of the attention_mask must be zeros, then ones: padding is on the left")
+        if config.max_length > self.target.context + 1:
+            raise ValueError(f"the target takes up to {self.target.context} tokens; the prompt has "
+                             f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
 
     @torch.inference_mode()
     def steps_after(self, text, sampling):
@@ -1656,14 +1659,16 @@ def arguments(argv):
     add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
     add("--seed", type=int, default=0, help="same seed and tree, same text; gumbel: any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
-    add("--tree", default="auto", type=tree_shape, help="auto (fastest), NODESxLEVELS or none (%(default)s)")
+    add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
         help="(a GPU if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
     add("--offload", action="store_true", help="stream the target's layers from memory, on a CPU from files")
     add("--explain", action="store_true",
         help="draw each step's tree, the accepted path in [brackets], and what models said")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.tree = tree_shape(args.tree)
+    return args
 
 def load(name, args, large=False):
     """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
@@ -1726,33 +1731,42 @@ def decode_prompt(args):
         torch.distributed.destroy_process_group()
 
 def explain(decoder, tokenizer, text, step):
-    """Prints what a step did: its tree, what both models gave each child that was tried, and whether it was
-    accepted. text: the tokens before, a list, which grows."""
+    """Prints what a step did: its tree, and for each child that was tried what both models gave it, of what
+    rejections had left, and whether it was accepted. text: the tokens before, a list, which grows."""
+    in_turn = decoder.sampling.method.ratios is ratios_in_turn
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
     path = [0, *step.path]
     reasons = ""
     for node in path:
+        children = [child for child in step.tree.children[node] if step.node_tokens[child] >= 0]
+        if not children:
+            continue
         ids = [*text[:-1], *(step.node_tokens[i] for i in step.tree.mask[node].nonzero())]
-        for child in step.tree.children[node]:
+        p, q = (scores_after(decoder, model, ids) for model in (decoder.target, decoder.draft))
+        R = p.softmax(dim=0)
+        for child in children:
             token = step.node_tokens[child]
-            if token < 0:
-                break
-            P, Q = (chance_after(decoder, model, ids, token) for model in (decoder.target, decoder.draft))
+            D = q.softmax(dim=0)
             verdict = "accepted" if child in path else "rejected"
-            reasons += f"'{words[child]}': the draft gives {Q:.3f}, the target {P:.3f}, {verdict}\n"
+            reasons += (f"'{words[child]}': the draft gives {D[token]:.3f}, the target {R[token]:.3f}: "
+                        f"{verdict}\n")
             if child in path:
                 break
+            if in_turn:
+                R = (R - D).clamp(min=0)
+                R = R / R.sum()
+                q[token] = RULED_OUT
     for node in path:
         words[node] = f"[{words[node]}]"
     if not RANK:
         print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
     text += step.tokens
 
-def chance_after(decoder, model, ids, token):
-    """What a Decoder's model gives a token after others, by an ordinary pass."""
+def scores_after(decoder, model, ids):
+    """A Decoder's model's scores for the token after others, (V,), by an ordinary pass."""
     ids = decoder.seed.new_tensor([ids])
     logits = fit(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
-    return decoder.sampling.scores(logits, ids, draft=model is decoder.draft).softmax(dim=1)[0, token]
+    return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
 
 def free_cores():
     """How many cores no other process computes on, where the system tells."""
