@@ -20,18 +20,18 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     t(n), c          Latency                     section 4.1, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
-small, 10 is the command line. Each can be read after those above it. -1 means none: no parent, no child, no
-token. Left out: training drafts, batched serving, recurrent models. What a change of a section must keep, and
-the tests notice:
+small, 10 is the command line. Each can be read after those above it, but for names said to come later. -1
+means none: no parent, no child, no token. Left out: training drafts, batched serving, recurrent models. What
+a change of a section must keep, and the tests notice:
 
     1, 2   no tree of its size and depth has more expected tokens than the optimal one
-    3      tokens are proposed as the draft gives them, without those before
+    3      tokens are proposed as the draft gives them, with or without those before
     4      for any target, draft and number of children the token is distributed as the target
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
-    6      a step adds what `step_plainly` adds, and so does its form for a GPU, called and recorded
-    7      the tree comes near the fastest, however steps are timed
+    6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
+    7      on simulated machines, noisy ones too, the planned tree comes near the fastest
     8      the text is that of `generate`, or a ValueError says what cannot be done
-    9      a packed, recorded or offloaded pass is the plain one
+    9      a recorded or offloaded pass is the plain one, a packed one up to rounding
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -275,7 +275,7 @@ def uniform(like, generator):
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
 def gumbel(u):
-    """Gumbel noise from numbers u of `uniform`: -log E, where E = -log u is exponential.
+    """Gumbel noise from numbers u, uniform between 0 and 1: -log E, where E = -log u is exponential.
 
     Why 53 bits: below, the token of least E / p is drawn. As sum p = 1 the least is about 1, so a token of
     p = 1e-9 needs an E of 1e-9. Float32's u ends 6e-8 short of 1: it would never be drawn."""
@@ -302,9 +302,9 @@ def most_likely(scores, k, generator=None):
     return pad(tokens, (0, k - tokens.shape[1]), value=NONE) if k > tokens.shape[1] else tokens
 
 def never_ruled_out(q):
-    """A draft's scores, (rows, V), at least -1000: what the draft gives probability 0 comes last, all alike.
+    """A draft's logits, (rows, V), at least -1000: what the draft gives probability 0 comes last, all alike.
     So once all else is proposed it is, uniformly, as in Algorithm 2, lines 12 to 15: the target may want it.
-    Temperatures above 20 bring it nearer, which is as lossless."""
+    A temperature brings it nearer: above 20, within reach of the noise, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):
@@ -415,7 +415,7 @@ class Method:
     """How a node's children are proposed and verified: `begin` for a node, `verify` for its children,
     `last_token` for the node at which the path ends."""
     propose: Callable                               # a function as in section 3
-    ratios: Callable = None                         # one of the two above
+    ratios: Callable = None                         # one of the two above; `Matching` has none
     draw: Callable = sample_without_replacement     # of the token after the path, from its scores
     shared_noise: bool = False                      # whether all scores come with their position's noise
     leaves_first: bool = False                      # whether section 6's `traverse` verifies a tree
@@ -522,8 +522,9 @@ class Level(NamedTuple):
     children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
-    """A tree as index tensors: all that the tree alone decides. Tensors of size + 1 entries have one for each
-    node, then one for previous, or for NONE, which is Python's index of the last."""
+    """A tree as index tensors: all that the tree alone decides. offset, depth and mask have an entry for each
+    node, then that of previous, whose index is `size`. children has a row for each node, then that of NONE,
+    which -1 indexes."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -588,7 +589,7 @@ class CachedModel:
 
     def feed(self, text, capacity, logits=1):
         """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
-        after its last tokens, as many as are asked for, (logits, V)."""
+        after its last tokens, so many or all, (up to logits, V)."""
         prefill = transformers.DynamicCache()
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
@@ -618,16 +619,15 @@ class CachedModel:
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
         slots take part."""
         positions = base + layout.depth
+        slots = torch.arange(visible, device=base.device)
         # Each slot's column of layout.mask: 0 for the text, i + 1 for node i, size + 1 for what is free.
-        # Columns count from 1 for the root, so slots are counted from 1, too.
-        after_slots = torch.arange(1, visible + 1, device=base.device)
-        column = (after_slots - base).clamp(0, layout.tree.size + 1)
+        column = (slots - base + 1).clamp(0, layout.tree.size + 1)
         masks = []
         for window in self.windows.values():
             seen = layout.mask[:, column]                                               # (size + 1, visible)
             if window:
                 # The text's positions are its slots. Those of free slots do not matter: they are not seen.
-                position = torch.where(column > 0, positions[column - 1], after_slots - 1)
+                position = torch.where(column > 0, positions[column - 1], slots)
                 seen = seen & (positions[:, None] - position < window)
             masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
         # Nodes beyond the context share its last position: a target's text ends there, a draft only guesses.
@@ -717,9 +717,10 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. If `static`, the loop goes on after a rejection, as from a node
     without children, which changes nothing: a CUDA graph cannot branch."""
-    # The last entries are those of a child that does not exist, NONE.
+    # The last entries are NONE's as a child. What does not exist is unlike NONE, which a target may draw.
     u = pad(uniform(tokens, generator), (0, 1))
     tokens = pad(tokens, (0, 1), value=NONE)
+    tokens = tokens.masked_fill(tokens < 0, NONE - 1)
     node = at = layout.nodes[:1]
     left = target(node)
     for level in layout.levels:
@@ -795,7 +796,7 @@ class Step(NamedTuple):
     tree: Tree
     node_tokens: list                # (size,) each node's token, NONE for a child that does not exist
     path: list                       # the accepted nodes below the root, in order
-    token: int                       # the target's own token, which follows them
+    token: int                       # the one that follows them, from the target or what is left of it
     seconds: float | None = None     # what it took; None for a prompt's pass
 
     @property
@@ -804,8 +805,8 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 # Processors shape the draft too: a draft shaped like the target is accepted more. Any draft is lossless, if
-# the same scores propose and verify. In a draft's scores CUTS lower tokens by FAR_BELOW and do not rule them
-# out: they come last, as the target may keep them.
+# the same scores propose and verify. The tokens that CUTS would take from a draft are lowered by FAR_BELOW:
+# they come last, as the target may keep them.
 CUTS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 100
 # All but these may read the text, are called node by node, which is slower, and cannot be recorded.
@@ -822,7 +823,7 @@ class Sampling:
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        # What a plan and a recorded step depend on: that no processor which reads the text is in.
+        # A recorded step depends on these, and a plan, which stays when others, that read the text, change.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, noise=None, draft=False):
@@ -944,12 +945,11 @@ class TreeStep:
         # 3. The target scores it in one pass.
         logits = self.target.logits(tokens, slice(size), placed[0])                     # (size, V)
         # 4. Verification finds the path to keep and the token after it.
-        def target(nodes):
+        def begin(nodes):
             return method.begin(scores(logits[nodes], nodes), self.generator)
 
-        if self.static:
-            # All nodes at once. Else only those that the walk comes to.
-            target = target(layout.nodes).__getitem__
+        # If static, all nodes at once. Else only those that the walk comes to.
+        target = begin(layout.nodes).__getitem__ if self.static else begin
         verify = traverse if method.leaves_first else walk
         node, token = verify(method, layout, tokens[:-1], target, self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
@@ -1015,10 +1015,10 @@ class Planner:
     """Chooses a Decoder's trees. shape: as a Decoder's tree. tree: the last choice. plan: the last Plan.
 
     A Tree stays. For (size, depth) the best tree is found anew at steps 16, 32, 64, ..., by the acceptance
-    rates known then. For "auto" three trees are tried first, FEW steps each, and timed. Then the best tree of
-    all sizes up to the largest timed one is planned. If t(n) is a guess near its size, a tree of another size
-    is tried, and it plans again. If not, the next plan comes after as many steps as there were. A plan waits
-    until planning takes less than 2% of the time."""
+    rates known then. For "auto" three trees are tried first, FEW steps or more each, and timed. Then the best
+    tree of all sizes up to the largest timed one is planned. If t(n) is a guess near its size, a tree of
+    another size is tried, and it plans again. If not, the next plan comes after as many steps as there were.
+    A plan waits until it takes less than 2% of the time decoded."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1083,7 +1083,8 @@ class Planner:
             self.due = self.steps
         else:
             self.due = max(16, 2 * self.steps)
-            # The oldest times are forgotten, and taken anew: the first steps may have been slow.
+            # The oldest times are forgotten, as the first steps may have been slow. Where too few are left,
+            # `next_tree` has one taken anew.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
 
@@ -1102,7 +1103,8 @@ class Planner:
         return Latency(sizes, shortest.clip(fast(self.seconds[root])).tolist(), c)
 
     def learn(self, step, counts):
-        """Learns from a step: which children a walk to its end tries, and, if it counts, its seconds."""
+        """Learns from a step: which children a walk to its end would have tried, and, if it counts, its
+        seconds."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1257,7 +1259,7 @@ class Decoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
         self.target = self.models[0]
-        # Without a draft it is the target, and not used.
+        # Without a draft it is the target, and never fed.
         self.draft = self.models[-1]
         sizes = sorted(model.vocabulary for model in self.models)
         if sizes[0] < 0.9 * sizes[-1]:
@@ -1281,7 +1283,7 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. Stopping criteria are checked after every token.
-        Processors, for both models, must be functions of ids and scores, without memory. Raises ValueError
+        Processors must be functions of ids and scores, without memory, if there is a draft. Raises ValueError
         for NaN logits and requests that this cannot do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
@@ -1396,6 +1398,9 @@ class Decoder:
                 self.draft.feed(text[:-1], self.capacity)
             # A step without a tree leaves the draft behind.
             draft_is_fed = tree.depth > 1
+            # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
+            # second, which is recorded.
+            warm_up = self.seed.is_cuda + tree_step.static
             begun = time.perf_counter()
             step = tree_step(text, sampling)
             seconds = [time.perf_counter() - begun]
@@ -1403,9 +1408,7 @@ class Decoder:
                 # All ranks plan by rank 0's clock.
                 torch.distributed.broadcast_object_list(seconds, src=0)
             step = step._replace(seconds=seconds[0])
-            # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
-            # second, which is recorded.
-            self.planner.learn(step, counts=tree_step.calls > self.seed.is_cuda + tree_step.static)
+            self.planner.learn(step, counts=tree_step.calls > warm_up)
             yield step
 
     def first_step(self, text, logits, sampling):
@@ -1440,8 +1443,8 @@ class Decoder:
         """Raises ValueError if the target cannot be trusted with trees. One that masks by slot, numbers
         positions its own way, or is hooked to a pass's last token, would silently give another text. So the
         prompt's last tokens are scored again: in a tree beside decoys, and the last one in a pass of its own.
-        Both must give the distributions of the prompt's pass, logits (known, V), but for rounding. In
-        bfloat16 that may be 18%, and hide a slight mistake. In float32 it is 0.07% at most."""
+        Both must give the distributions of the prompt's pass, logits (known, V), but for rounding, most and
+        the last of them. For bfloat16 18% is let pass, which may hide a slight mistake, for float32 0.07%."""
         P = logits.float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
 
@@ -1462,7 +1465,7 @@ class Decoder:
         in_tree = difference(len(logits))
         # A mixture of experts may round a token to another expert. So most of them must agree, and the last,
         # to which a hook may be.
-        found = max(in_tree.median(), in_tree[-1], difference(1)[0])
+        found = torch.stack([in_tree.median(), in_tree[-1], difference(1)[0]]).max()
         # Models in float64 compute some numbers in float32.
         dtype = self.target.model.dtype
         if not found < 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
@@ -1542,7 +1545,7 @@ def pack(model):
     cached.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    # The first is recorded. The second has more nodes behind a longer text, at the context's end.
+    # The first is recorded. The second has more nodes in later slots, at positions of the context's end.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
         placed = cached.place(layout, torch.tensor([base]), base + layout.tree.size)
         positions = (placed.positions + ahead).clamp(max=cached.context - 1)
@@ -1657,7 +1660,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
     add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
-    add("--seed", type=int, default=0, help="same seed and tree, same text; gumbel: any tree (%(default)s)")
+    add("--seed", type=int, default=0, help="repeats a text with a given tree, gumbel any (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
@@ -1731,9 +1734,9 @@ def decode_prompt(args):
         torch.distributed.destroy_process_group()
 
 def explain(decoder, tokenizer, text, step):
-    """Prints what a step did: its tree, and for each child that was tried what both models gave it, of what
-    rejections had left, and whether it was accepted. text: the tokens before, a list, which grows."""
-    in_turn = decoder.sampling.method.ratios is ratios_in_turn
+    """Prints what a step did: its tree, and for each child that was tried what both models gave it, with the
+    method sequoia of what rejections had left. text: the tokens before, a list, which grows."""
+    in_turn = decoder.sampling.method == METHODS["sequoia"]
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
     path = [0, *step.path]
     reasons = ""
