@@ -728,11 +728,15 @@ def walk(method, layout, tokens, target, q, generator=None, static=False):
         accepted, left = method.verify(left, q[node], tokens[children], u[children])
         # The maximum of bools is found at the first that is true.
         found, rank = accepted.max(dim=1)
-        if not static and not found:
+        if static:
+            at = torch.where(found, children[0, rank], NONE)
+            node = torch.where(found, at, node)
+            left = torch.where(found, target(node), left)
+        elif found:
+            node = at = children[0, rank]
+            left = target(node)
+        else:
             break
-        at = torch.where(found, children[0, rank], NONE)
-        node = torch.where(found, at, node)
-        left = torch.where(found, target(node), left)
     return node, method.last_token(left, generator)
 
 def traverse(method, layout, tokens, target, q, generator=None, static=False):
