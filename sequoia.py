@@ -99,6 +99,9 @@ class Tree:
     def from_paths(cls, paths):
         """The inverse of `paths`. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted(sorted({(), *map(tuple, paths)}), key=len)
+        missing = {path[:-1] for path in nodes[1:]}.difference(nodes)
+        if missing:
+            raise ValueError(f"parents are missing among the paths: {sorted(missing)}")
         tree = cls([NONE] + [nodes.index(path[:-1]) for path in nodes[1:]])
         if tree.paths() != nodes[1:]:
             raise ValueError(f"an elder sibling is missing among the paths {nodes[1:]}")
@@ -1751,18 +1754,21 @@ def explain(decoder, tokenizer, text, step):
         ids = [*text[:-1], *(step.node_tokens[i] for i in step.tree.mask[node].nonzero())]
         p, q = (scores_after(decoder, model, ids) for model in (decoder.target, decoder.draft))
         R = p.softmax(dim=0)
+        gives = "gives"
         for child in children:
             token = step.node_tokens[child]
             D = q.softmax(dim=0)
+            chance = f", a chance of {min(1, R[token] / D[token]):.2f}" if in_turn else ""
             verdict = "accepted" if child in path else "rejected"
-            reasons += (f"'{words[child]}': the draft gives {D[token]:.3f}, the target {R[token]:.3f}: "
-                        f"{verdict}\n")
+            reasons += (f"'{words[child]}': the draft {gives} {D[token]:.3f}, the target {R[token]:.3f}"
+                        f"{chance}: {verdict}\n")
             if child in path:
                 break
             if in_turn:
                 R = (R - D).clamp(min=0)
                 R = R / R.sum()
                 q[token] = RULED_OUT
+                gives = "has left"
     for node in path:
         words[node] = f"[{words[node]}]"
     if not RANK:
