@@ -1193,6 +1193,10 @@ def check_fit(model):
                          f"position (no ALiBi), and generate's loop be transformers' own")
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
+    # Layers that checkpoint in training keep no cache.
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if getattr(config, "output_router_logits", False) or model.training and checkpointing:
+        raise ValueError(f"{name} takes no tree: in eval(), with config.output_router_logits=False, it would")
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1 and not hasattr(model, "_sequoia_offloaded"):
         raise ValueError(f"{name} must be on one device: {devices}")
