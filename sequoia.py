@@ -538,7 +538,7 @@ class Layout:
         self.offset = tensor([*range(size), -1])                # of its slot from base        (size + 1,)
         self.depth = tensor([*tree.depths, -1])                 # of its position from base    (size + 1,)
         # Which slots each is shown. Columns: those of the text, each node's, those that are free.
-        self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)               # (size + 1, size + 2)
+        self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)                             # (size + 1, size + 2)
         self.mask[:, 0] = True
         # Each node's children in rank order, then NONE. The last row is that of NONE, which has none.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
@@ -780,7 +780,7 @@ def endings(method, layout, tokens, P, q):
     """For `traverse`: the nodes in the order of their turns, (size,), each one's chance to draw a token if
     its children have failed, (size,), and the residual from which it does, not normalised, (size, V)."""
     # The last column is failure's.
-    R = pad(P, (0, 1))                                                        # (size, V + 1)
+    R = pad(P, (0, 1))                                                                      # (size, V + 1)
     q = pad(q, (0, 1), value=RULED_OUT)
     tokens = pad(tokens, (0, 1), value=NONE)
     # A node's row of R is its target until its children have been weighed, then its residual.
