@@ -825,8 +825,9 @@ def expected_yield(method, layout, tokens, p, q):
     P = verified(method, p)
     if method.leaves_first:
         # Each node's depth + 1 times the chance that it is the first to accept.
-        nodes, masses, _ = sequoia.endings(method, layout, tokens, P, q)
-        return (in_turn(masses[None])[0] * (layout.depth[nodes] + 1)).sum().item()
+        chances, _ = sequoia.endings(method, layout, tokens, P, q)
+        turns = layout.children_first
+        return (in_turn(chances[turns][None])[0] * (layout.depth[turns] + 1)).sum().item()
     # A walk: the chances to reach each node, summed. Nodes with equally many children go together.
     accepted = torch.ones_like(P[:, 0])
     for count in set(map(len, tree.children)) - {0}:

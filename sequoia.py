@@ -251,11 +251,13 @@ class BestTrees:
         for node, (level, n) in enumerate(nodes):
             row = min(level, len(self.rates) - 1)
             tables = [table[row] for table in self.with_children[depth - level - 1]]
+            G = self.below(depth - level - 1)[row]
             sizes = []
             # The recursion backwards, from the last child to the first.
             for b in range(np.argmax([table[n] for table in tables]), 0, -1):
-                worth = self.rates[row, b - 1] * self.below(depth - level - 1)[row, :n]
-                m = int((tables[b - 1][n:0:-1] + worth).argmax())
+                fewer = tables[b - 1]
+                rate = self.rates[row, b - 1]
+                m = max(range(1, n), key=lambda m: fewer[n - m] + rate * G[m])
                 sizes.insert(0, m)
                 n -= m
             nodes += [(level + 1, m) for m in sizes]
@@ -375,21 +377,21 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     replacement the tokens before a child stay in the draft that it is drawn from, which is SpecInfer."""
     rows, k = tokens.shape
     s = tokens.clamp(min=0)[:, :, None]                                                 # (rows, k, 1)
-    exists = tokens[:, :, None] >= 0
     D = q[:, None].expand(-1, k, -1)                                                    # (rows, k, V)
     if not replacement:
         # Child i is drawn without tokens 0 to i - 1.
         D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
-    D = D.softmax(dim=2)
+    # What does not exist takes nothing from R.
+    D = D.softmax(dim=2).masked_fill(tokens[:, :, None] < 0, 0)
     # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
     for i in range(k):
-        R.append((R[i] - R[i].sum(dim=1, keepdim=True) * D[:, i]).clamp(min=0))
-    R = torch.stack(R, dim=1)                                                           # (rows, k + 1, V)
-    scale = R[:, :-1].sum(dim=2, keepdim=True) * D.gather(2, s)
-    ratios = torch.where(exists & (scale > 0), R[:, :-1].gather(2, s) / scale, 0)[:, :, 0]
-    # As many are rejected as exist. What the others would do to R does not count.
-    return ratios, R.take_along_dim(exists.sum(dim=1, keepdim=True), dim=1)[:, 0]
+        # max(R - sum(R) D, 0)
+        R.append(torch.addcmul(R[i], R[i].sum(dim=1, keepdim=True), D[:, i], value=-1).clamp(min=0))
+    before = torch.stack(R[:-1], dim=1)                                                 # (rows, k, V)
+    scale = before.sum(dim=2, keepdim=True) * D.gather(2, s)
+    ratios = torch.where(scale > 0, before.gather(2, s) / scale, 0)[:, :, 0]
+    return ratios, R[-1]
 
 def ratios_of_spectr(P, q, tokens):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child's ratio is P / (rho Q).
@@ -427,19 +429,16 @@ class Method:
         """What is left of nodes' targets before a child is tried: scores (nodes, V) -> (nodes, V)."""
         return p.softmax(dim=1)
 
-    def compare(self, P, q, tokens):
-        """Children's ratios and the residual, or P where rounding leaves nothing of that."""
-        ratios, R = self.ratios(P, q, tokens)
-        return ratios, torch.where(R.sum(dim=1, keepdim=True) > 0, R, P)
-
     def verify(self, left, q, tokens, u):
         """Which children are accepted, (rows, k), of which the first counts, and what is left if none is."""
-        ratios, residual = self.compare(left, q, tokens)
+        ratios, residual = self.ratios(left, q, tokens)
         return u < ratios, residual
 
-    def last_token(self, left, generator):
-        """The token that follows the accepted ones, (rows,)."""
-        return self.draw(left.log(), 1, generator)[:, 0]
+    def last_token(self, residual, left, generator):
+        """The token that follows the accepted ones, (rows,): from the residual, or from what was left before
+        where rounding leaves nothing of that."""
+        R = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, left)
+        return self.draw(R.log(), 1, generator)[:, 0]
 
 class Matching(Method):
     """The target draws its own token, whatever was proposed: lossless with any children. A child that is this
@@ -463,7 +462,7 @@ class Matching(Method):
     def verify(self, left, q, tokens, u):
         return tokens == left, left
 
-    def last_token(self, left, generator):
+    def last_token(self, residual, left, generator):
         return left[:, 0]
 
 METHODS = {
@@ -486,10 +485,12 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     p = P.double().log() + noise
     q = never_ruled_out(Q.double().log()) + noise
     tokens = chosen.propose(q, k, generator)
-    accepted, left = chosen.verify(chosen.begin(p, generator), q, tokens, uniform(tokens, generator))
+    left = chosen.begin(p, generator)
+    accepted, residual = chosen.verify(left, q, tokens, uniform(tokens, generator))
     # The maximum of bools is found at the first that is true.
     found, rank = accepted.max(dim=1)
-    token = torch.where(found, tokens.gather(1, rank[:, None])[:, 0], chosen.last_token(left, generator))
+    last = chosen.last_token(residual, left, generator)
+    token = torch.where(found, tokens.gather(1, rank[:, None])[:, 0], last)
     return torch.where(found, rank, NONE), token
 
 # --- 5  The tree in a model's cache: indices, mask, entries -------------------------------------------------
@@ -525,9 +526,8 @@ class Level(NamedTuple):
     children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
-    """A tree as index tensors: all that the tree alone decides. offset, depth and mask have an entry for each
-    node, then that of previous, whose index is `size`. children has a row for each node, then that of NONE,
-    which -1 indexes."""
+    """A tree as index tensors: all that the tree alone decides. offset, depth, mask and children have an entry
+    for each node and one more, that of previous, at the index `size` or -1."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -540,7 +540,7 @@ class Layout:
         # Which slots each is shown. Columns: those of the text, each node's, those that are free.
         self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)                             # (size + 1, size + 2)
         self.mask[:, 0] = True
-        # Each node's children in rank order, then NONE. The last row is that of NONE, which has none.
+        # Each node's children in rank order, then NONE. Previous counts as a node without children.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
@@ -718,29 +718,31 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 # what `method.begin` gives for them. q: the draft's scores, (size, V).
 
 def walk(method, layout, tokens, target, q, generator=None, static=False):
-    """From the root to accepted children. If `static`, the loop goes on after a rejection, as from a node
-    without children, which changes nothing: a CUDA graph cannot branch."""
-    # The last entries are NONE's as a child. What does not exist is unlike NONE, which a target may draw.
+    """From the root to accepted children. If `static`, the loop goes on after a rejection with NONE, whose row
+    of layout.children is empty: a CUDA graph cannot branch."""
+    # The last entries are those of NONE. What does not exist is unlike NONE, which a target may draw.
     u = pad(uniform(tokens, generator), (0, 1))
     tokens = pad(tokens, (0, 1), value=NONE)
     tokens = tokens.masked_fill(tokens < 0, NONE - 1)
-    node = at = layout.nodes[:1]
-    left = target(node)
+    node = layout.nodes[:1]
+    reached = []             # nodes, their targets, and what rejections of all their children leave of these
     for level in layout.levels:
-        children = layout.children[at, : level.width]                                       # (1, width)
-        accepted, left = method.verify(left, q[node], tokens[children], u[children])
+        children = layout.children[node, : level.width]                                     # (1, width)
+        left = target(node)
+        accepted, residual = method.verify(left, q[node], tokens[children], u[children])
+        reached.append((node, left, residual))
         # The maximum of bools is found at the first that is true.
         found, rank = accepted.max(dim=1)
-        if static:
-            at = torch.where(found, children[0, rank], NONE)
-            node = torch.where(found, at, node)
-            left = torch.where(found, target(node), left)
-        elif found:
-            node = at = children[0, rank]
-            left = target(node)
-        else:
+        node = torch.where(found, children[0, rank], NONE)
+        if not static and not found:
             break
-    return node, method.last_token(left, generator)
+    else:
+        left = target(node)
+        reached.append((node, left, left))
+    nodes, left, residual = map(torch.cat, zip(*reached))
+    # The last node has the largest number, as NONE is less than any.
+    node, last = nodes.max(dim=0, keepdim=True)
+    return node, method.last_token(residual[last], left[last], generator)
 
 def traverse(method, layout, tokens, target, q, generator=None, static=False):
     """Traversal verification (arXiv 2505.12398), leaves first: what is below a child can still save it.
@@ -772,31 +774,33 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
     traversal, as R = m P', with min(m r, 1). At the root a = m = 1, so by induction a <= m. On a branched
     tree there are mostly more, too: `bench.py verification` measures it. For a root and its children alone it
     is Algorithm 2."""
-    nodes, chance, residual = endings(method, layout, tokens, target(layout.nodes), q)
-    first = (uniform(chance, generator) < chance).max(dim=0, keepdim=True).indices
-    return nodes[first], method.last_token(residual[first], generator)
+    P = target(layout.nodes)
+    chance, residual = endings(method, layout, tokens, P, q)
+    turns = layout.children_first
+    first = (uniform(chance, generator) < chance[turns]).max(dim=0, keepdim=True).indices
+    node = turns[first]
+    return node, method.last_token(residual[node], P[node], generator)
 
 def endings(method, layout, tokens, P, q):
-    """For `traverse`: the nodes in the order of their turns, (size,), each one's chance to draw a token if
-    its children have failed, (size,), and the residual from which it does, not normalised, (size, V)."""
+    """For `traverse`: each node's chance to draw a token once its children have failed, (size,), and the
+    residual from which it does, not normalised, (size, V)."""
     # The last column is failure's.
     R = pad(P, (0, 1))                                                                      # (size, V + 1)
     q = pad(q, (0, 1), value=RULED_OUT)
     tokens = pad(tokens, (0, 1), value=NONE)
+    m = torch.ones_like(R[:, 0])
     # A node's row of R is its target until its children have been weighed, then its residual.
     for level in layout.levels:
         proposed = tokens[layout.children[level.expanded, : level.width]]               # (expanded, width)
-        ratios, R[level.expanded] = method.compare(R[level.expanded], q[level.expanded], proposed)
-        m = ratios.take(level.chosen).clamp(max=1)[:, None]                                 # (children, 1)
-        R[level.children] = torch.cat([m * P[level.children], 1 - m], dim=1)
-    nodes = layout.children_first
-    residual = R[nodes, :-1]
-    failure = R[nodes, -1]
-    success = residual.sum(dim=1)
-    # Subtle: the quotient is exactly 1 for the root, the last, and no small chance is rounded to 0. Where no
-    # token is possible `residual` is NaN, and the draw will give NONE.
-    chance = torch.where(success.isnan(), 1 - failure, success / (success + failure))
-    return nodes, chance, residual
+        ratios, R[level.expanded] = method.ratios(R[level.expanded], q[level.expanded], proposed)
+        m[level.children] = ratios.take(level.chosen).clamp(max=1)
+        R[level.children, :-1] *= m[level.children, None]
+        R[level.children, -1] = 1 - m[level.children]
+    success = R[:, :-1].sum(dim=1)
+    # Subtle: the quotient is exactly 1 for the root, and no small chance is rounded to 0. It is NaN where no
+    # token is possible, for which the draw will give NONE, and where rounding leaves nothing.
+    chance = success / (success + R[:, -1])
+    return torch.where(chance.isnan(), m, chance), R[:, :-1]
 
 class Step(NamedTuple):
     """What one step did."""

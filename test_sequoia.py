@@ -405,21 +405,21 @@ def outcomes(name, tree, tokens, P, Q):
         layout = sequoia.Layout(tree, "cpu")
         for i, proposal in enumerate(tokens):
             free = 1.0
-            ends = sequoia.endings(METHODS[name], layout, proposal, P[i], scores_of(Q[i]))
-            for node, chance, residual in zip(*ends):
-                if chance > 0:
-                    following[i, node] = residual / residual.sum()
-                last[i, node] = free * chance
-                free *= 1 - chance
+            chance, residual = sequoia.endings(METHODS[name], layout, proposal, P[i], scores_of(Q[i]))
+            following[i] = distribution(torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, P[i]))
+            for node in layout.children_first:
+                last[i, node] = free * chance[node]
+                free *= 1 - chance[node]
             # The root's chance, the last, is exactly 1: else no node is found, and the first one taken.
-            assert chance == 1
+            assert chance[0] == 1
         return last, following
     # `last` is a node's chance to be reached, then that to end there.
     last[:, 0] = 1
     for node, children in enumerate(tree.children):
         if children:
-            ratios, residual = METHODS[name].compare(P[:, node], scores_of(Q[:, node]), tokens[:, children])
-            following[:, node] = distribution(residual)
+            ratios, residual = METHODS[name].ratios(P[:, node], scores_of(Q[:, node]), tokens[:, children])
+            some = residual.sum(dim=1, keepdim=True) > 0
+            following[:, node] = distribution(torch.where(some, residual, P[:, node]))
             for child, ratio in zip(children, ratios.clamp(max=1).T):
                 last[:, child] = last[:, node] * ratio
                 last[:, node] *= 1 - ratio
@@ -459,8 +459,9 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
         if method.ratios:
             ratios = ()
             if children:
-                ratios, residual = method.compare(residual, scores_of(Q[node, None]), tokens[children][None])
+                ratios, left = method.ratios(residual, scores_of(Q[node, None]), tokens[children][None])
                 ratios = ratios[0]
+                residual = left if left.sum() > 0 else residual
             accepted = [child for child, ratio in zip(children, ratios) if u[child] < ratio]
         else:
             token = drawn[node] if is_static else method.draw(residual.log(), 1, generator)[0]
@@ -1935,12 +1936,16 @@ def test_other_special_tokens_and_what_a_generation_config_adds_are_accepted_wit
         assert re.findall("logits processors: (.*)", err) == [f"[{added}'TemperatureLogitsWarper']"]
     assert run_main(capfd, f"--target={folders / 'ordinary'}", "--tree=none", "--max-new-tokens=4")[0] == 0
 
-def test_examples_run_and_print_what_is_shown(monkeypatch, capsys):
-    """The docstrings' and the README's."""
+def test_examples_run_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
+    """The docstrings' and the README's, among files as a clone has them."""
     results = doctest.testmod(sequoia)
     assert results.attempted > 0 and results.failed == 0
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    for name in ("tiny", "sequoia.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    subprocess.run(re.search("^    (mkdir .*)$", text, re.MULTILINE)[1], shell=True, check=True)
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, re.DOTALL)
     assert len(blocks) >= 4 and sum(bool(shown) for _, shown in blocks) == 2
     namespace = {}
