@@ -99,13 +99,11 @@ class Tree:
     def from_paths(cls, paths):
         """The inverse of `paths`. Raises ValueError where a parent or an elder sibling is missing."""
         nodes = sorted(sorted({(), *map(tuple, paths)}), key=len)
-        missing = {path[:-1] for path in nodes[1:]}.difference(nodes)
-        if missing:
-            raise ValueError(f"parents are missing among the paths: {sorted(missing)}")
-        tree = cls([NONE] + [nodes.index(path[:-1]) for path in nodes[1:]])
-        if tree.paths() != nodes[1:]:
-            raise ValueError(f"an elder sibling is missing among the paths {nodes[1:]}")
-        return tree
+        for *parent, rank in nodes[1:]:
+            needed = (*parent, rank - 1) if rank else tuple(parent)
+            if needed not in nodes:
+                raise ValueError(f"the path {(*parent, rank)} needs the path {needed}, which is missing")
+        return cls([NONE] + [nodes.index(path[:-1]) for path in nodes[1:]])
 
     def paths(self):
         """Every node but the root as its ranks from the root down, in level order."""
@@ -526,8 +524,8 @@ class Level(NamedTuple):
     children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
-    """A tree as index tensors: all that the tree alone decides. offset, depth, mask and children have an entry
-    for each node and one more, that of previous, at the index `size` or -1."""
+    """A tree as index tensors: all that the tree alone decides. offset, depth, mask and children have an
+    entry for each node and one more, that of previous, at the index `size` or -1."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -718,8 +716,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 # what `method.begin` gives for them. q: the draft's scores, (size, V).
 
 def walk(method, layout, tokens, target, q, generator=None, static=False):
-    """From the root to accepted children. If `static`, the loop goes on after a rejection with NONE, whose row
-    of layout.children is empty: a CUDA graph cannot branch."""
+    """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
+    rejection with NONE, which has no children."""
     # The last entries are those of NONE. What does not exist is unlike NONE, which a target may draw.
     u = pad(uniform(tokens, generator), (0, 1))
     tokens = pad(tokens, (0, 1), value=NONE)
