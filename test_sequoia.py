@@ -144,7 +144,7 @@ NO_TREES = [(Tree, [()], "root"), (Tree, [(0,)], "root"), (Tree, [(-1, -1)], "le
     (Tree.from_paths, [[(-1,)]], r"needs the path \(-2,\)"), (optimal_tree, [[0.5], 0], "at least 1"),
     (optimal_tree, [[0.5], 3, 0], "at least 1"), (expected_tokens, [chain(1), [1.1]], "from 0 to 1"),
     (optimal_tree, [[], 2], "largest has 1$")]
-NO_TREES += [(call, [rates, 3, 3], words) for call in (optimal_tree, expected_tokens_table) for rates, words in
+NO_TREES += [(call, [rates, 3, 3], why) for call in (optimal_tree, expected_tokens_table) for rates, why in
     (([0.5, -0.1], "from 0 to 1"), ([0.5, np.nan], "from 0"), ([np.inf], "from 0"),
      ([[0.6, 0.1], [0.6, 0.4001]], "at most 1"), (np.zeros((0, 3)), "zero-size"))]
 
