@@ -42,7 +42,7 @@ TWO_CORES = ("While they read a weight two cores do about ten multiplications, a
              "on two cores t(n) rises soon, and a short sequence can be as good as a tree.")
 
 # --- 1  Toolbox: progress, intervals, tables, results.md, figures, time -------------------------------------
-LAST_SAID = [time.monotonic()]
+LAST_SAID = [-math.inf]
 
 def progress(items, label):
     """Goes through items, and says on stderr how far it is: a line a minute, where that is a file."""
@@ -96,7 +96,7 @@ class Report:
         for first, *rest in [cells[0], rule, *cells[1:]]:
             padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
             lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |\n")
-        title += " (--quick: shortened, decides nothing)" * self.quick
+        title += " (--quick: decides nothing)" * self.quick
         self.say(f"**{title}**\n\n{lesson}\n\n{''.join(lines).rstrip()}")
 
     def panels(self, name, rows, height=5.2, ncols=3):
@@ -825,8 +825,7 @@ def expected_yield(method, layout, tokens, p, q):
     P = verified(method, p)
     if method.leaves_first:
         # Each node's depth + 1 times the chance that it is the first to accept.
-        chances, _ = sequoia.endings(method, layout, tokens, P, q)
-        turns = layout.children_first
+        turns, (chances, _) = layout.children_first, sequoia.endings(method, layout, tokens, P, q)
         return (in_turn(chances[turns][None])[0] * (layout.depth[turns] + 1)).sum().item()
     # A walk: the chances to reach each node, summed. Nodes with equally many children go together.
     accepted = torch.ones_like(P[:, 0])
@@ -1073,12 +1072,12 @@ def arguments(argv):
 def main():
     args = arguments(sys.argv[1:])
     if args.quick:
-        print("--quick: shortened, to see that the commands work. It decides nothing.", flush=True)
+        print("--quick: as short as can be, to see that the command works. It decides nothing.", flush=True)
+    sequoia.leave_busy_cores()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = [word for word in sys.argv[1:] if word not in (args.command, "--save")] + ["--save"] * args.save
-    # Before anything is written.
-    origin = provenance(args.device)
+    origin = provenance(args.device)         # before anything is written
     try:
         if args.save:
             pyplot()

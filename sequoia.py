@@ -1600,8 +1600,7 @@ def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
     device, the next is copied: besides all else it holds two layers. Two threads cannot use it at once."""
-    decoder = model.get_decoder()
-    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)] if decoder else []
+    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
         raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
     layers = stacks[0][resident:]
@@ -1779,7 +1778,8 @@ def explain(decoder, tokenizer, text, step):
     for node in path:
         words[node] = f"[{words[node]}]"
     if not RANK:
-        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
+        note = "" if step.seconds else " (the prompt's pass)"
+        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}{note}\n")
     text += step.tokens
 
 def scores_after(decoder, model, ids):
@@ -1788,19 +1788,19 @@ def scores_after(decoder, model, ids):
     logits = resized(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
     return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
 
-def free_cores():
-    """How many cores no other process computes on, where the system tells."""
+def leave_busy_cores():
+    """Takes no more threads than there are cores on which no other process computes, where the system tells:
+    threads that wait for a core hold up all others, at every operator."""
     load = Path("/proc/loadavg")
     # Its fourth word counts those who compute now, this process among them.
     busy = int(load.read_text().split()[3].split("/")[0]) - 1 if load.exists() else 0
-    return os.cpu_count() - busy
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - busy)))
 
 def main(argv=None):
     """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
     # Else Python looks for garbage among a million imported objects, above all when it ends: half a second.
     gc.freeze()
-    # Threads that wait for a core that another process computes on hold up all others, at every operator.
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), free_cores())))
+    leave_busy_cores()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_: f"sequoia.py: {message}\n"
