@@ -834,7 +834,8 @@ class Sampling:
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        # A recorded step and a plan hold for these. What else reads the text may change, and a plan stays.
+        # A plan holds for these, and a recorded step. Processors that read the text are left out: no step is
+        # recorded with them, and a plan stays when they change.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, noise=None, draft=False):
@@ -1141,17 +1142,19 @@ class Planner:
         """The acceptance rates of the root's children and of all others', (2, ranks): the chance that a child
         is accepted when tried, times the chance that it is tried."""
         # The prior divided by the chance to be tried: that no child before was accepted.
-        when_tried = self.prior / (1 - self.prior.cumsum() + self.prior)
+        prior = self.prior / (1 - self.prior.cumsum() + self.prior)
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
-            found = []
-            # The root's are the others' prior. And a child is hardly accepted more often than its elder.
-            for prior, n, k in zip(when_tried, tried, accepted):
-                prior = min([prior, *found[-1:]])
-                found.append((k + PRIOR_TRIES * prior) / (n + PRIOR_TRIES))
-            when_tried = np.array(found)
+            when_tried = []
+            for guess, n, k in zip(prior, tried, accepted):
+                # A child is hardly accepted more often than its elder.
+                guess = min([guess, *when_tried[-1:]])
+                when_tried.append((k + PRIOR_TRIES * guess) / (n + PRIOR_TRIES))
+            when_tried = np.array(when_tried)
             is_tried = np.cumprod(1 - when_tried) / (1 - when_tried)
             rows.append(when_tried * is_tried)
+            # What the root's children show is the prior of all others'.
+            prior = when_tried
         return np.stack(rows)
 
 # --- 8  Decoding, behind transformers' generate -------------------------------------------------------------
@@ -1398,6 +1401,7 @@ class Decoder:
         logits = self.target.feed(text, self.capacity, PROBED)
         step = self.first_step(text, logits[-1:], sampling)
         yield step
+        # The first token does not wait for this.
         if not self.probed:
             self.probe(text, logits)
         draft_is_fed = False
