@@ -1248,7 +1248,9 @@ class Report(NamedTuple):
 class Decoder:
     """Decodes with a target and a draft, behind transformers' generate:
 
-        target.generate(**inputs, custom_generate=Decoder(target, draft), do_sample=True, temperature=0.6)
+        decoder = Decoder(target, draft)
+        decoder.generate(inputs, do_sample=True, temperature=0.6)
+        target.generate(**inputs, custom_generate=decoder, do_sample=True, temperature=0.6)     # the same
 
     draft        a model of the same vocabulary; not needed for the tree "none"
     tree         a Tree; (size, depth) or "16x5", the best tree of that shape; "auto", the fastest for the
@@ -1295,12 +1297,36 @@ class Decoder:
         self.probed = False
         self.sampling = self.planner = self.tree_step = self.made_for = self.report = None
 
+    def generate(self, inputs=None, *, streamer=None, tokenizer=None, stopping_criteria=None,
+                 generation_config=None, **kwargs):
+        """`target.generate` with all of its arguments. inputs: ids, (rows, length), or all that a tokenizer
+        returns. transformers keeps streamers and tokenizers from a custom_generate: here they arrive."""
+        for name in ("assistant_model", "assistant_tokenizer"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"unable to do {name}: a Decoder has its draft, which needs the target's "
+                                 f"tokenizer")
+        if isinstance(inputs, Mapping):
+            kwargs = {**inputs, **kwargs}
+            inputs = None
+        model = self.target.model
+        criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
+        config = generation_config or model.generation_config
+        stop_strings = kwargs.get("stop_strings", config.stop_strings)
+        if stop_strings:
+            if tokenizer is None:
+                raise ValueError("stop_strings need tokenizer=, the tokenizer")
+            criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+            kwargs["stop_strings"] = None
+        return model.generate(inputs, generation_config, stopping_criteria=criteria,
+                              custom_generate=partial(self, streamer=streamer), **kwargs)
+
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
-        ended; a time limit is for all rows together. Stopping criteria are checked after every token.
-        Processors must be functions of ids and scores, without memory, if there is a draft. Raises ValueError
-        for NaN logits and requests that this cannot do, RuntimeError while it decodes another text."""
+        ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
+        there is no cache beside them. Stopping criteria are checked after every token. Processors must be
+        functions of ids and scores, without memory, if there is a draft. Raises ValueError for NaN logits and
+        requests that this cannot do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -1499,28 +1525,12 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
 def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="sequoia", generator=None,
-             on_step=None, cuda_graph=True, streamer=None, tokenizer=None, assistant_tokenizer=None,
-             stopping_criteria=None, generation_config=None, **kwargs):
+             on_step=None, cuda_graph=True, **kwargs):
     """`model.generate` with all of its arguments, by a Decoder made for one call. assistant_model: the draft.
-    inputs: ids, (rows, length), or all that a tokenizer returns. As custom_generate/generate.py in a folder,
-    this file is found by `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
+    As custom_generate/generate.py in a folder, this file is found by `model.generate(...,
+    custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
-    if assistant_tokenizer is not None:
-        raise ValueError("unable to do assistant_tokenizer: the draft needs the target's tokenizer")
-    if isinstance(inputs, Mapping):
-        kwargs = {**inputs, **kwargs}
-        inputs = None
-    criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
-    # Behind a custom_generate transformers loses the tokenizer that stop strings need.
-    config = generation_config or model.generation_config
-    stop_strings = kwargs.get("stop_strings", config.stop_strings)
-    if stop_strings:
-        if tokenizer is None:
-            raise ValueError("stop_strings need tokenizer=, the tokenizer")
-        criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-        kwargs["stop_strings"] = None
-    return model.generate(inputs, generation_config, stopping_criteria=criteria,
-                          custom_generate=partial(decoder, streamer=streamer), **kwargs)
+    return decoder.generate(inputs, **kwargs)
 
 # --- 9  Passes: packed and traced on a CPU; weights that stream past a small GPU ----------------------------
 def packable_dtypes():
@@ -1655,7 +1665,8 @@ def offload(model, device, resident=0):
 
 # --- 10  The command line -----------------------------------------------------------------------------------
 TINY = Path(__file__).resolve().parent / "tiny"
-PROMPT = 'class Point:\n    """A point in the plane."""\n\n    def __init__(self, x, y):'
+PROMPT = ('import threading\n\n\nclass Counter:\n    """A counter that threads share."""\n\n'
+          '    def __init__(self, start=0):')
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EXAMPLES = """examples:
   python sequoia.py --prompt "import os" --temperature 0 --explain

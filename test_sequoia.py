@@ -464,8 +464,7 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
             token = drawn[node] if is_static else method.draw(residual.log(), 1, generator)[0]
             accepted = [child for child in children if tokens[child] == token]
         if not accepted:
-            token = method.draw(residual.log(), 1, generator)[0] if method.ratios else token
-            return node, token.item()
+            return node, (method.draw(residual.log(), 1, generator) if method.ratios else token).item()
         node = accepted[0]
 
 WALKS = {name: method for name, method in METHODS.items() if name != "traversal"} | {"greedy": sequoia.GREEDY}
@@ -1279,12 +1278,12 @@ def test_left_padded_batch_equals_generate(llama):
 
 def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     target, draft, plain, tokenizer = bundled
-    ids = tokenizer("import os\n\ndef main(", return_tensors="pt")["input_ids"]
+    ids = tokenizer("import os\n\ndef main(", return_tensors="pt").input_ids
     arguments = dict(max_new_tokens=40, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
     out = sequoia.generate(target, ids, assistant_model=draft, tree=(16, 5), **arguments)
     assert torch.equal(out, plain.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
     config = transformers.GenerationConfig(max_new_tokens=40, stop_strings="\n")
-    out = sequoia.generate(target, ids, assistant_model=draft, generation_config=config, tokenizer=tokenizer)
+    out = Decoder(target, draft).generate(ids, generation_config=config, tokenizer=tokenizer)
     assert out.equal(plain.generate(ids, **arguments))
     never = dict(arguments, stop_strings="\0\0", stopping_criteria=[at_17])
     assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
@@ -1419,6 +1418,8 @@ def test_the_front_door_says_what_it_lacks(llama):
             "not compiled .* OptimizedModule": dict(assistant_model=torch.compile(draft))}.items():
         with pytest.raises(ValueError, match=words):
             sequoia.generate(target, ids, max_new_tokens=4, **given)
+    with pytest.raises(ValueError, match="do assistant_model"):
+        Decoder(target, draft).generate(ids, assistant_model=draft)
     assert sequoia.tree_shape("4096x7") == (4096, 7) and sequoia.tree_shape("none") == NO_TREE
     for tree in (("16", 5), (16, 5, 3), (16.0, 5), (True, 5), [16, 5], "4097x7", (4097, 7), "16x5x3", None):
         with pytest.raises(ValueError, match="tree must be"):
@@ -1938,8 +1939,7 @@ def test_examples_run_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
     assert results.attempted > 0 and results.failed == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "tiny").symlink_to(ROOT / "tiny")
-    (tmp_path / "sequoia.py").symlink_to(ROOT / "sequoia.py")
+    [(tmp_path / name).symlink_to(ROOT / name) for name in ("tiny", "sequoia.py")]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     subprocess.run(re.search("^    (mkdir .*)$", text, re.MULTILINE)[1], shell=True, check=True)
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, re.DOTALL)
