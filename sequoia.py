@@ -380,12 +380,12 @@ def ratios_in_turn(P, q, tokens, replacement=False):
         # Child i is drawn without tokens 0 to i - 1.
         D = D.scatter_add(2, s.mT.expand(-1, k, -1), q.new_full((rows, k, k), RULED_OUT).tril(-1))
     # What does not exist takes nothing from R.
-    D = D.softmax(dim=2).masked_fill(tokens[:, :, None] < 0, 0)
+    D = D.softmax(dim=2).masked_fill_(tokens[:, :, None] < 0, 0)
     # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
     for i in range(k):
         # max(R - sum(R) D, 0)
-        R.append(torch.addcmul(R[i], R[i].sum(dim=1, keepdim=True), D[:, i], value=-1).clamp(min=0))
+        R.append(torch.addcmul(R[i], R[i].sum(dim=1, keepdim=True), D[:, i], value=-1).clamp_(min=0))
     before = torch.stack(R[:-1], dim=1)                                                 # (rows, k, V)
     scale = before.sum(dim=2, keepdim=True) * D.gather(2, s)
     ratios = torch.where(scale > 0, before.gather(2, s) / scale, 0)[:, :, 0]
@@ -720,10 +720,10 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children."""
-    # The last entries are those of NONE. What does not exist is unlike NONE, which a target may draw.
-    u = pad(uniform(tokens, generator), (0, 1))
+    u = uniform(tokens, generator)
+    # The last entry is that of NONE. What does not exist is unlike NONE, which a target may draw.
     tokens = pad(tokens, (0, 1), value=NONE)
-    tokens = tokens.masked_fill(tokens < 0, NONE - 1)
+    tokens.masked_fill_(tokens < 0, NONE - 1)
     node = layout.nodes[:1]
     reached = []             # nodes, their targets, and what rejections of all their children leave of these
     for level in layout.levels:
