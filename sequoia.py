@@ -539,7 +539,7 @@ class Layout:
         # Which slots each is shown. Columns: those of the text, each node's, those that are free.
         self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)                             # (size + 1, size + 2)
         self.mask[:, 0] = True
-        # Each node's children in rank order, then NONE. NONE itself, Python's last index, has no other.
+        # Each node's children in rank order, then NONE. The last row, at the index NONE, is of NONE alone.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
