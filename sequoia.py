@@ -1297,8 +1297,8 @@ class Decoder:
         self.probed = False
         self.sampling = self.planner = self.tree_step = self.made_for = self.report = None
 
-    def generate(self, inputs=None, *, streamer=None, tokenizer=None, stopping_criteria=None,
-                 generation_config=None, **kwargs):
+    def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
+                 stopping_criteria=None, **kwargs):
         """`target.generate` with all of its arguments. inputs: ids, (rows, length), or all that a tokenizer
         returns. transformers keeps streamers and tokenizers from a custom_generate: here they arrive."""
         for name in ("assistant_model", "assistant_tokenizer"):
@@ -1524,13 +1524,13 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
     """A Decoder made for one call, with a Decoder's options. The rest is what `generate` prepares."""
     return Decoder(model, draft, tree, method, generator, on_step, cuda_graph)(model, input_ids, **rest)
 
-def generate(model, inputs=None, *, assistant_model=None, tree="auto", method="sequoia", generator=None,
-             on_step=None, cuda_graph=True, **kwargs):
+def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
+             method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
     """`model.generate` with all of its arguments, by a Decoder made for one call. assistant_model: the draft.
     As custom_generate/generate.py in a folder, this file is found by `model.generate(...,
     custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
-    return decoder.generate(inputs, **kwargs)
+    return decoder.generate(inputs, generation_config, **kwargs)
 
 # --- 9  Passes: packed and traced on a CPU; weights that stream past a small GPU ----------------------------
 def packable_dtypes():

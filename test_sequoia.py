@@ -1283,7 +1283,7 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     out = sequoia.generate(target, ids, assistant_model=draft, tree=(16, 5), **arguments)
     assert torch.equal(out, plain.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
     config = transformers.GenerationConfig(max_new_tokens=40, stop_strings="\n")
-    out = Decoder(target, draft).generate(ids, generation_config=config, tokenizer=tokenizer)
+    out = sequoia.generate(target, ids, config, assistant_model=draft, tokenizer=tokenizer)
     assert out.equal(plain.generate(ids, **arguments))
     never = dict(arguments, stop_strings="\0\0", stopping_criteria=[at_17])
     assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
