@@ -383,12 +383,14 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     D = D.softmax(dim=2).masked_fill_(tokens[:, :, None] < 0, 0)
     # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
+    sums = []
     for i in range(k):
+        sums.append(R[i].sum(dim=1, keepdim=True))
         # max(R - sum(R) D, 0)
-        R.append(torch.addcmul(R[i], R[i].sum(dim=1, keepdim=True), D[:, i], value=-1).clamp_(min=0))
-    before = torch.stack(R[:-1], dim=1)                                                 # (rows, k, V)
-    scale = before.sum(dim=2, keepdim=True) * D.gather(2, s)
-    ratios = torch.where(scale > 0, before.gather(2, s) / scale, 0)[:, :, 0]
+        R.append(torch.addcmul(R[i], sums[i], D[:, i], value=-1).clamp_(min=0))
+    R_of_s = torch.stack(R[:-1], dim=1).gather(2, s)                                    # (rows, k, 1)
+    scale = torch.stack(sums, dim=1) * D.gather(2, s)
+    ratios = torch.where(scale > 0, R_of_s / scale, 0)[:, :, 0]
     return ratios, R[-1]
 
 def ratios_of_spectr(P, q, tokens):
