@@ -791,7 +791,7 @@ def rejection_rates(method, scores, generator, repeats=2):
     for text, _ in itertools.product(range(len(scores)), range(repeats)):
         p, q = scores[text]
         if method.shared_noise:
-            noise = sequoia.gumbel(sequoia.uniform(p, generator))
+            noise = -sequoia.exponential(sequoia.uniform(p, generator)).log()
             p, q = p + noise, q + noise
         P = verified(method, p)
         tokens = method.propose(q, max(CHILDREN), generator)                                # (rows, k)

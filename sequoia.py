@@ -277,20 +277,20 @@ def uniform(like, generator):
     """Random numbers from 0 to 1, shaped as `like`, of 53 bits."""
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
-def gumbel(u):
-    """Gumbel noise from numbers u, uniform between 0 and 1: -log E, where E = -log u is exponential.
+def exponential(u):
+    """Exponential random numbers, E = -log u, from numbers u that are uniform between 0 and 1.
 
-    Why 53 bits: below, the token of least E / p is drawn. As sum p = 1 the least is about 1, so a token of
-    p = 1e-9 needs an E of 1e-9. Float32's u ends 6e-8 short of 1: it would never be drawn."""
-    return -(-u.log()).float().log()
+    Why u has 53 bits: below, the token of least E / p is drawn. As sum p = 1 the least is about 1, so a token
+    of p = 1e-9 needs an E of 1e-9. Float32's u ends 6e-8 short of 1: it would never be drawn."""
+    return -u.log().float()
 
 def sample_without_replacement(scores, k, generator=None):
     """Draws k different tokens a row, (rows, V) -> (rows, k); NONE where none is left, or scores are NaN.
 
-    Why the largest sums of score and Gumbel noise do it: a score is log p, so the largest log p_i - log E_i
-    are the smallest E_i / p_i. Those are arrivals at rate p_i: token i is first with probability p_i / sum p.
-    Arrivals have no memory, so the next is drawn likewise among the others."""
-    return most_likely(scores + gumbel(uniform(scores, generator)), k)
+    Why the largest differences do it: a score is log p, so the largest log p_i - log E_i are the smallest
+    E_i / p_i. Those are arrivals at rate p_i: token i is first with probability p_i / sum p. Arrivals have no
+    memory, so the next is drawn likewise among the others. (-log E is called Gumbel noise.)"""
+    return most_likely(scores - exponential(uniform(scores, generator)).log(), k)
 
 def sample_with_replacement(scores, k, generator=None):
     """k independent tokens a row, (rows, V) -> (rows, k), NONE where none is possible."""
@@ -320,7 +320,8 @@ def shared_noise(seed, positions, vocabulary):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     # 52 bits, so that adding one half, which avoids 0 and 1, is exact.
-    return gumbel(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
+    u = ((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
+    return -exponential(u).log()
 
 # --- 4  Verification of one node's children (sections 2.2 and 3.2, Algorithm 2) -----------------------------
 # Algorithm 2 and its kin try the children of a node in turn. A child is accepted if its random number u,
@@ -390,7 +391,8 @@ def ratios_in_turn(P, q, tokens, replacement=False):
         R.append(torch.addcmul(R[i], sums[i], D[:, i], value=-1).clamp_(min=0))
     R_of_s = torch.stack(R[:-1], dim=1).gather(2, s)                                    # (rows, k, 1)
     scale = torch.stack(sums, dim=1) * D.gather(2, s)
-    ratios = torch.where(scale > 0, R_of_s / scale, 0)[:, :, 0]
+    # 0 / 0, or R / 0 for what does not exist.
+    ratios = (R_of_s / scale).nan_to_num(nan=0, posinf=0)[:, :, 0]
     return ratios, R[-1]
 
 def ratios_of_spectr(P, q, tokens):
@@ -481,7 +483,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     Returns (rank, token), (rows,) each: the accepted child's rank or NONE, and the token, distributed exactly
     as P. method: a name from METHODS. k: from 1 to V."""
     chosen = METHODS[method]
-    noise = gumbel(uniform(P, generator)) if chosen.shared_noise else 0
+    noise = -exponential(uniform(P, generator)).log() if chosen.shared_noise else 0
     p = P.double().log() + noise
     q = never_ruled_out(Q.double().log()) + noise
     tokens = chosen.propose(q, k, generator)
@@ -538,9 +540,8 @@ class Layout:
         self.nodes = tensor(range(size))
         self.offset = tensor([*range(size), -1])                # of its slot from base        (size + 1,)
         self.depth = tensor([*tree.depths, -1])                 # of its position from base    (size + 1,)
-        # Which slots each is shown. Columns: those of the text, each node's, those that are free.
-        self.mask = pad(tree.mask, (1, 1, 0, 1)).to(device)                             # (size + 1, size + 2)
-        self.mask[:, 0] = True
+        # Which nodes each may attend to.
+        self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)                                 # (size + 1, size)
         # Each node's children in rank order, then NONE. The last row, at the index NONE, is of NONE alone.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
@@ -622,20 +623,21 @@ class CachedModel:
     def place(self, layout, base, visible):
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
         slots take part."""
+        slots = base + layout.offset
         positions = base + layout.depth
-        slots = torch.arange(visible, device=base.device)
-        # Each slot's column of layout.mask: 0 for the text, i + 1 for node i, size + 1 for what is free.
-        column = (slots - base + 1).clamp(0, layout.tree.size + 1)
+        all_slots = torch.arange(visible, device=base.device)
         masks = []
         for window in self.windows.values():
-            seen = layout.mask[:, column]                                               # (size + 1, visible)
+            # All are shown the text, and of the tree what its mask says.
+            seen = (all_slots < base).expand(len(slots), -1).clone()                    # (size + 1, visible)
+            seen[:, slots[:-1]] = layout.mask
             if window:
                 # The text's positions are its slots. Those of free slots do not matter: they are not seen.
-                position = torch.where(column > 0, positions[column - 1], slots)
-                seen = seen & (positions[:, None] - position < window)
+                all_positions = all_slots.index_copy(0, slots[:-1], positions[:-1])
+                seen &= positions[:, None] - all_positions < window
             masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
         # Nodes beyond the context share its last position: a target's text ends there, a draft only guesses.
-        return Placed(base + layout.offset, positions.clamp(max=self.context - 1), masks)
+        return Placed(slots, positions.clamp(max=self.context - 1), masks)
 
     def logits(self, tokens, nodes, placed):
         """One pass over some of a tree's nodes: tokens (size + 1,), an index of nodes -> (nodes, V)."""
@@ -741,10 +743,13 @@ def walk(method, layout, tokens, target, q, generator=None, static=False):
     else:
         left = target(node)
         reached.append((node, left, left))
-    nodes, left, residual = map(torch.cat, zip(*reached))
-    # The last node has the largest number, as NONE is less than any.
-    node, last = nodes.max(dim=0, keepdim=True)
-    return node, method.last_token(residual[last], left[last], generator)
+    node, left, residual = reached[-1]
+    if static:
+        nodes, left, residual = map(torch.cat, zip(*reached))
+        # The last node has the largest number, as NONE is less than any.
+        node, last = nodes.max(dim=0, keepdim=True)
+        left, residual = left[last], residual[last]
+    return node, method.last_token(residual, left, generator)
 
 def traverse(method, layout, tokens, target, q, generator=None, static=False):
     """Traversal verification (arXiv 2505.12398), leaves first: what is below a child can still save it.
@@ -913,8 +918,13 @@ class TreeStep:
             result = self.result
         # If static, the step's one copy to the host.
         node, token, *tokens = result.tolist()
-        path = self.layout.tree.mask[node].nonzero().flatten().tolist()
-        return Step(self.layout.tree, tokens, path[1:], token)
+        tree = self.layout.tree
+        for child, parent in enumerate(tree.parents[1:], start=1):
+            # What is below a child that does not exist does not exist either.
+            if tokens[parent] < 0:
+                tokens[child] = NONE
+        path = tree.mask[node].nonzero().flatten().tolist()
+        return Step(tree, tokens, path[1:], token)
 
     def record(self, text, sampling):
         try:
@@ -937,7 +947,7 @@ class TreeStep:
         def scores(logits, nodes, draft=False):
             """A model's scores after these nodes, an index of them, (nodes, V)."""
             # After the text up to the root come the nodes from the root to this one.
-            texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node, 1:-1]]]) for node in nodes)
+            texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node]]]) for node in nodes)
             return sampling.scores(logits, texts, None if noise is None else noise[nodes], draft)
 
         # 1. The tree takes its place behind the text.
@@ -953,9 +963,6 @@ class TreeStep:
             self.q[level.expanded] = q
             proposals = method.propose(q, level.width, self.generator)                  # (expanded, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
-        # What is below a child that does not exist does not exist either.
-        missing = (layout.mask[:-1, 1:-1] & (tokens[:-1] < 0)).any(dim=1)
-        tokens[:-1].masked_fill_(missing, NONE)
         # 3. The target scores it in one pass.
         logits = self.target.logits(tokens, slice(size), placed[0])                     # (size, V)
         # 4. Verification finds the path to keep and the token after it.
