@@ -702,7 +702,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     # 2. The target scores every node's text. Below, that is one pass.
     targets = [target(node_text) for node_text in texts]
     # 3. Algorithm 2 walks from the root, as long as a child is accepted.
-    u = uniform(torch.zeros(tree.size), generator)
+    u = uniform(torch.zeros(tree.depth, max(map(len, tree.children))), generator)
     node = 0
     rank = 0
     while rank != NONE:
@@ -710,7 +710,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         tokens = torch.tensor([int(texts[child][-1]) for child in children], dtype=torch.long)
         P = targets[node].softmax(dim=0)
         Q = drafts[node].softmax(dim=0)
-        rank, R = verify_one_node(P, Q, tokens, u[children], say)
+        rank, R = verify_one_node(P, Q, tokens, u[tree.depths[node]], say)
         node = children[rank] if rank != NONE else node
     # 4. One more token comes from what rejections have left of the target.
     last = sample_without_replacement(R.log()[None], 1, generator)[0]
@@ -724,16 +724,17 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children."""
-    u = uniform(tokens, generator)
+    # A random number for each level and rank.
+    u = uniform(layout.children[: layout.tree.depth], generator)
     # The last entry is that of NONE. What does not exist is unlike NONE, which a target may draw.
     tokens = pad(tokens, (0, 1), value=NONE)
     tokens.masked_fill_(tokens < 0, NONE - 1)
     node = layout.nodes[:1]
     reached = []             # nodes, their targets, and what rejections of all their children leave of these
-    for level in layout.levels:
+    for level, u_of_level in zip(layout.levels, u):
         children = layout.children[node, : level.width]                                     # (1, width)
         left = target(node)
-        accepted, residual = method.verify(left, q[node], tokens[children], u[children])
+        accepted, residual = method.verify(left, q[node], tokens[children], u_of_level[: level.width])
         reached.append((node, left, residual))
         # The maximum of bools is found at the first that is true.
         found, rank = accepted.max(dim=1)

@@ -449,7 +449,7 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
     """The walk, node by node: the last accepted node, and the token after it. A target that matches draws one
     token at a node: when it gets there, or first for all nodes at once."""
     drawn = method.draw(P.log(), 1, generator) if is_static and not method.ratios else None
-    u = torch.rand(tree.size, generator=generator, dtype=torch.float64)
+    u = torch.rand(tree.depth, max(map(len, tree.children)), generator=generator, dtype=torch.float64)
     node = 0
     while True:
         children = [child for child in tree.children[node] if tokens[child] >= 0]
@@ -459,7 +459,7 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
             if children:
                 ratios, left = method.ratios(residual, scores_of(Q[node, None]), tokens[children][None])
                 residual = left if left.sum() > 0 else residual
-            accepted = [child for child, ratio in zip(children, ratios[0]) if u[child] < ratio]
+            accepted = [child for child, ratio, x in zip(children, ratios[0], u[tree.depths[node]]) if x < ratio]
         else:
             token = drawn[node] if is_static else method.draw(residual.log(), 1, generator)[0]
             accepted = [child for child in children if tokens[child] == token]
