@@ -195,8 +195,8 @@ class BestTrees:
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)
 
     where with_children[0] is the root alone: 1 for n = 1, else impossible, -inf. G(m) is the most over all b,
-    on one level less. This is done for d = 1, 2, ... levels, and for each row of rates: d b n^2 / 2 additions
-    a row. A root on level i has row i's rates, and its children the next row's, or again the last.
+    on one level less. This is done for d = 1, 2, ... levels, and for each row of rates: d b n^2 additions a
+    row. A root on level i has row i's rates, and its children the next row's, or again the last.
 
         self.with_children[d - 1][b][row, n]        self.G[d - 1][row, n], the maximum over b
 
@@ -209,17 +209,16 @@ class BestTrees:
         alone[:, 1] = 1
         self.with_children = [[alone]]
         self.G = [alone]
+        # For all m at once: fewer[row, n], a view, is entries n to n + size of padded, which shall be those of
+        # n - m nodes for m = size, ..., 0.
+        padded = np.full((len(alone), 2 * size + 1), -np.inf)
+        fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
         while len(self.G) < depth:
-            below = self.below(len(self.G))
+            G = self.below(len(self.G))[:, None, ::-1]              # as m falls, (rows, 1, size + 1)
             tables = [alone]
             for rate in self.rates.T:
-                worth = rate[:, None] * below
-                fewer = tables[-1]
-                table = np.full_like(alone, -np.inf)
-                for m in range(1, size):
-                    # For n = m + 1, m + 2, ...: the others keep 1, 2, ...
-                    np.maximum(table[:, m + 1 :], fewer[:, 1:-m] + worth[:, m, None], out=table[:, m + 1 :])
-                tables.append(table)
+                padded[:, size:] = tables[-1]
+                tables.append((fewer + rate[:, None, None] * G).max(axis=2))
             best = np.max(tables, axis=0)
             if (best == self.G[-1]).all():
                 break
@@ -924,8 +923,11 @@ class TreeStep:
             # What is below a child that does not exist does not exist either.
             if tokens[parent] < 0:
                 tokens[child] = NONE
-        path = tree.mask[node].nonzero().flatten().tolist()
-        return Step(tree, tokens, path[1:], token)
+        path = []
+        while node != 0:
+            path.insert(0, node)
+            node = tree.parents[node]
+        return Step(tree, tokens, path, token)
 
     def record(self, text, sampling):
         try:
@@ -996,7 +998,7 @@ PRIOR_TRIES = 4
 # The most nodes and levels of a planned tree, and children of a node in it.
 LARGEST, DEEPEST, WIDEST = 1024, 24, 16
 # A tree counts as timed after FEW steps with it, NO_TREE after twice as many. The last MANY are remembered.
-FEW, MANY = 3, 15
+FEW, MANY = 3, 60
 
 class Latency(NamedTuple):
     """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a draft pass."""
@@ -1033,7 +1035,7 @@ def noiseless(seconds):
 
 def seconds_to_plan(size):
     """About what a plan over so many sizes takes, as measured, with a trial tree of double size."""
-    return min(DEEPEST, size) * min(WIDEST, size) * size * (2e-6 + 2e-9 * size)
+    return min(DEEPEST, size) * min(WIDEST, size) * (7e-6 + 2.5e-9 * size**2)
 
 class Planner:
     """Chooses the trees of a text's steps. tree: the last choice. plan: the last Plan. shape:
@@ -1067,11 +1069,11 @@ class Planner:
 
     def next_tree(self):
         """The tree for the next step."""
-        for tree in self.trials:
-            # What all trees are compared with is timed twice as often.
-            if len(self.seconds.get(tree, ())) < (2 * FEW if tree == NO_TREE else FEW):
-                return tree
         if self.steps >= self.due:
+            for tree in self.trials:
+                # What all trees are compared with is timed twice as often.
+                if len(self.seconds.get(tree, ())) < (2 * FEW if tree == NO_TREE else FEW):
+                    return tree
             if isinstance(self.shape, tuple):
                 self.tree = optimal_tree(self.rates(), *self.shape)
                 self.due = 2 * self.steps
@@ -1102,9 +1104,9 @@ class Planner:
             self.trials.append(optimal_tree(rates, trial, max(self.tree.depth + 1, trial.bit_length())))
             self.due = self.steps
         else:
-            self.due = max(16, 2 * self.steps)
-            # The oldest times are forgotten, as the first steps may have been slow. Where too few are left,
-            # `next_tree` has one taken anew.
+            self.due = 2 * self.steps
+            # The oldest times are forgotten, as the first steps may have been slow. Before the next plan
+            # `next_tree` has others taken where too few are left.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
 
