@@ -209,8 +209,8 @@ class BestTrees:
         alone[:, 1] = 1
         self.with_children = [[alone]]
         self.G = [alone]
-        # For all m at once: fewer[row, n], a view, is entries n to n + size of padded, which shall be those of
-        # n - m nodes for m = size, ..., 0.
+        # A table behind as many entries of -inf. Of this fewer[row, n], a view, shows the entries for n - m
+        # nodes, m = size, ..., 0: all m are weighed at once.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
         fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
         while len(self.G) < depth:
