@@ -826,7 +826,7 @@ def expected_yield(method, layout, tokens, p, q):
     if method.leaves_first:
         # Each node's depth + 1 times the chance that it is the first to accept.
         turns, (chances, _) = layout.children_first, sequoia.endings(method, layout, tokens, P, q)
-        return (in_turn(chances[turns][None])[0] * (layout.depth[turns] + 1)).sum().item()
+        return (in_turn(chances[turns][None])[0] * (layout.depths[turns] + 1)).sum().item()
     # A walk: the chances to reach each node, summed. Nodes with equally many children go together.
     accepted = torch.ones_like(P[:, 0])
     for count in set(map(len, tree.children)) - {0}:

@@ -209,8 +209,8 @@ class BestTrees:
         alone[:, 1] = 1
         self.with_children = [[alone]]
         self.G = [alone]
-        # A table behind as many entries of -inf. Of this fewer[row, n], a view, shows the entries for n - m
-        # nodes, m = size, ..., 0: all m are weighed at once.
+        # All m are weighed at once. padded is a table behind as many entries of -inf. fewer is a view of it:
+        # fewer[row, n, j] is the table's entry for n - m nodes, where m = size - j, so for m = size, ..., 0.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
         fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
         while len(self.G) < depth:
@@ -248,6 +248,7 @@ class BestTrees:
         for node, (level, n) in enumerate(nodes):
             row = min(level, len(self.rates) - 1)
             tables = [table[row] for table in self.with_children[depth - level - 1]]
+            # On the last level a node has no children, and this, below(0), is not used.
             G = self.below(depth - level - 1)[row]
             sizes = []
             # The recursion backwards, from the last child to the first.
@@ -368,7 +369,7 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None):
 # From here on a row is a node: P, R (rows, V), scores q (rows, V), tokens and u (rows, k) -> ratios (rows, k)
 # and residuals (rows, V), not normalised. The draft stays scores: probabilities could underflow once the
 # tried tokens are removed. A child that does not exist, as a node has fewer or processors rule out the rest,
-# has token NONE and ratio 0. So have its younger siblings.
+# has a token below 0, and ratio 0. So have its younger siblings.
 
 def ratios_in_turn(P, q, tokens, replacement=False):
     """Algorithm 2: each child's ratio if all before it are rejected, and the residual if all are. With
@@ -528,8 +529,8 @@ class Level(NamedTuple):
     children: slice      # the nodes that they become, the next level                  1:3        3:4
 
 class Layout:
-    """A tree as index tensors: all that the tree alone decides. offset, depth and mask have an entry for each
-    node and a last one, at the index `size`, for previous. The last of children is for NONE."""
+    """A tree as index tensors: all that the tree alone decides. offsets, depths and mask have an entry for
+    each node and a last one, at the index `size`, for previous. The last of children is for NONE."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -537,9 +538,9 @@ class Layout:
         size = tree.size
         self.tree = tree
         self.nodes = tensor(range(size))
-        self.offset = tensor([*range(size), -1])                # of its slot from base        (size + 1,)
-        self.depth = tensor([*tree.depths, -1])                 # of its position from base    (size + 1,)
-        # Which nodes each may attend to.
+        self.offsets = tensor([*range(size), -1])               # of its slot from base        (size + 1,)
+        self.depths = tensor([*tree.depths, -1])                # of its position from base    (size + 1,)
+        # Which nodes each may attend to: previous to none, as its own slot counts as text.
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)                                 # (size + 1, size)
         # Each node's children in rank order, then NONE. The last row, at the index NONE, is of NONE alone.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
@@ -591,13 +592,13 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0)
         self.entries = []        # views of it, as for `PassCache`
 
-    def feed(self, text, capacity, logits=1):
+    def feed(self, text, capacity, last=1):
         """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
-        after its last tokens, so many or all, (up to logits, V)."""
+        after its last tokens, so many or all, (up to last, V)."""
         prefill = transformers.DynamicCache()
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
-        output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=logits)
+        output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=last)
         fed = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]
         if not self.entries:
             self.entries = fed
@@ -613,7 +614,7 @@ class CachedModel:
     def grow(self, capacity):
         """Makes room for so many tokens, and keeps what is there."""
         missing = capacity - self.store.shape[2]
-        # Subtle: padding by nothing would copy, and a graph would hold the old memory.
+        # Subtle: padding by nothing would copy, and a graph would go on with the old memory.
         if missing > 0:
             self.store = pad(self.store, (0, 0, 0, missing))
         self.entries = [stored[None, : entry.shape[1], :, : entry.shape[3]]
@@ -622,8 +623,8 @@ class CachedModel:
     def place(self, layout, base, visible):
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
         slots take part."""
-        slots = base + layout.offset
-        positions = base + layout.depth
+        slots = base + layout.offsets
+        positions = base + layout.depths
         all_slots = torch.arange(visible, device=base.device)
         masks = []
         for window in self.windows.values():
@@ -722,10 +723,10 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
-    rejection with NONE, which has no children."""
-    # A random number for each level and rank.
+    rejection with NONE, which has no children. What it finds there is not used."""
+    # A random number for each level and rank, as in `step_plainly`.
     u = uniform(layout.children[: layout.tree.depth], generator)
-    # The last entry is that of NONE. What does not exist is unlike NONE, which a target may draw.
+    # The last entry is read at NONE. What does not exist is unlike NONE, which a target may draw.
     tokens = pad(tokens, (0, 1), value=NONE)
     tokens.masked_fill_(tokens < 0, NONE - 1)
     node = layout.nodes[:1]
@@ -791,7 +792,7 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
 def endings(method, layout, tokens, P, q):
     """For `traverse`: each node's chance to draw a token once its children have failed, (size,), and the
     residual from which it does, not normalised, (size, V)."""
-    # The last column is failure's.
+    # The last column is failure's. No draft proposes failure: weighing children takes nothing from it.
     R = pad(P, (0, 1))                                                                      # (size, V + 1)
     q = pad(q, (0, 1), value=RULED_OUT)
     tokens = pad(tokens, (0, 1), value=NONE)
@@ -881,8 +882,8 @@ def of_row(processor, row):
 
 class TreeStep:
     """The step with one tree: draft, score, verify, keep. It is made anew for another tree, for another way
-    of sampling, and for larger caches, which a recorded one holds on to. A call depends on nothing that an
-    earlier one has left in its tensors.
+    of sampling, and for larger caches, as a recorded one goes on with the old memory. A call depends on
+    nothing that an earlier one has left in its tensors.
 
     vocabulary: of the target's logits. seed: of shared noise, (1,). static: shapes are fixed, and no value
     goes to the host while it runs, so that a CUDA graph can hold it: the second call records it."""
@@ -958,7 +959,7 @@ class TreeStep:
         placed = [model.place(layout, self.base, visible) for model in self.models]
         if method.shared_noise:
             positions = self.base + torch.arange(layout.tree.depth, device=self.base.device)
-            noise = shared_noise(self.seed, positions, vocabulary)[layout.depth[:size]]         # (size, V)
+            noise = shared_noise(self.seed, positions, vocabulary)[layout.depths[:size]]         # (size, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
             logits = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
@@ -1044,7 +1045,7 @@ class Planner:
     rates known then. For "auto" three trees are tried first, FEW steps or more each, and timed. Then the best
     tree of all sizes up to the largest timed one is planned. If t(n) is a guess near its size, a tree of
     another size is tried, and it plans again. If not, the next plan comes after as many steps as there were.
-    Such a plan waits until it takes less than 2% of the time decoded."""
+    A plan of "auto" waits until it takes less than 2% of the time decoded."""
 
     def __init__(self, shape, vocabulary):
         self.shape = shape
@@ -1090,8 +1091,8 @@ class Planner:
         latency = self.latency()
         self.plan = plan(rates, latency)
         self.tree = self.plan.tree
-        # t(n) is a guess if n is more than half of the largest timed size, as the best may lie beyond, or if
-        # the next timed size is far: by 3 nodes and by a third.
+        # Near n t is a guess if n is more than half of the largest timed size, as the best may lie beyond, or
+        # if the next timed size is far: by 3 nodes and by a third.
         size = self.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
         trial = 0
@@ -1105,8 +1106,8 @@ class Planner:
             self.due = self.steps
         else:
             self.due = 2 * self.steps
-            # The oldest times are forgotten, as the first steps may have been slow. Before the next plan
-            # `next_tree` has others taken where too few are left.
+            # The oldest times of these are forgotten, as the first steps may have been slow. Before the next
+            # plan `next_tree` has others taken where too few are left.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
 
@@ -1289,7 +1290,7 @@ class Decoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
         self.target = self.models[0]
-        # Without a draft it is the target, and never fed.
+        # Without a draft it is the target, and never fed as one.
         self.draft = self.models[-1]
         sizes = sorted(model.vocabulary for model in self.models)
         if sizes[0] < 0.9 * sizes[-1]:
@@ -1358,11 +1359,11 @@ class Decoder:
                 rows.append(self.decode_row(text, padding, sampling, stopping_criteria, stream, steps))
             if streamer:
                 streamer.end()
+            tokens = sum(map(len, rows)) - ids.numel()
+            self.report = Report(tokens, len(steps), time.perf_counter() - begun, self.planner.tree,
+                                 self.planner.speedup_of(steps))
         finally:
             self.in_use.release()
-        tokens = sum(map(len, rows)) - ids.numel()
-        self.report = Report(tokens, len(steps), time.perf_counter() - begun, self.planner.tree,
-                             self.planner.speedup_of(steps))
         out = pad_sequence(rows, True, int(generation_config._pad_token_tensor or 0))
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=out)
@@ -1451,6 +1452,8 @@ class Decoder:
             tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
                 self.draft.feed(text[:-1], self.capacity)
+                # Waits for a GPU, so that the step is timed alone.
+                self.seed.tolist()
             # A step without a tree leaves the draft behind.
             draft_is_fed = tree.depth > 1
             # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
@@ -1486,7 +1489,7 @@ class Decoder:
         self.make_room(length + tree.size)
         made_for = tree, sampling.settings, self.capacity
         if made_for != self.made_for:
-            # The old one's memory is free before the new one's is taken.
+            # The old step's memory is free before the new one's is taken.
             self.tree_step = self.made_for = None
             static = self.cuda_graph and not sampling.reads_text
             self.tree_step = TreeStep(tree, self.target, self.draft, vocabulary, self.seed, self.generator,
@@ -1498,8 +1501,8 @@ class Decoder:
         """Raises ValueError if the target cannot be trusted with trees. One that masks by slot, numbers
         positions its own way, or is hooked to a pass's last token, would silently give another text. So the
         prompt's last tokens are scored again: in a tree beside decoys, and the last one in a pass of its own.
-        Both must give the distributions of the prompt's pass, logits (known, V): the last token's, and most
-        of the others', but for rounding. For bfloat16 18% is let pass, which may hide a slight mistake, for
+        Both must give the distributions of the prompt's pass, logits (known, V): the last token's, and half
+        of all, but for rounding. For bfloat16 18% is let pass, which may hide a slight mistake, for
         float32 0.07%."""
         P = logits.float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
@@ -1514,12 +1517,13 @@ class Decoder:
             layout = Layout(sequences(2, count - 1), text.device)
             placed = self.target.place(layout, self.seed.new_tensor([len(text) - count]), self.capacity)
             again = self.target.logits(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes, placed)[real]
+            # The prompt's own entries return to their slots.
             self.target.move(real, placed)
             return (again.float().softmax(dim=1) - P[-count:]).norm(dim=1) / spread[-count:]
 
         self.make_room(len(text) + PROBED)
         in_tree = difference(len(logits))
-        # A mixture of experts may round a token to another expert. So most of them must agree, and the last,
+        # A mixture of experts may round a token to another expert. So half of them must agree, and the last,
         # to which a hook may be.
         found = torch.stack([in_tree.median(), in_tree[-1], difference(1)[0]]).max()
         # Models in float64 compute some numbers in float32.
