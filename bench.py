@@ -5,7 +5,7 @@
     python bench.py step            # a picture of one step
     python bench.py speed           # side by side with transformers: tokens per step, ms per token
     python bench.py planner         # the planner's promises against what was achieved
-    python bench.py verification    # every method: rejection rates, and tokens per step on one fixed tree
+    python bench.py verification    # methods: rejection rates, and tokens per step on one fixed tree
     python bench.py scaling         # tokens per step by tree size, of optimal trees and of k sequences
     python bench.py all             # everything, into figures/; with --quick shortened, which decides nothing
 
@@ -15,8 +15,7 @@ shapes, which yield the paper's tokens a step; `--offload` streams its target. A
 
 All take turns on the same prompts, seeds and weights. Comparisons are paired by prompt: 1.33 ± 0.05 is a
 ratio of sums over prompts and half its 95% interval. Tokens per step are all tokens over all steps, but in
-`verification` and `scaling` a mean over all positions of a text: about a tenth more, as decoding jumps over
-the easy ones. ms/token is all time over all tokens.
+`verification` and `scaling` a mean over all positions of a text: a tenth more, as decoding skips easy ones.
 """
 import argparse, copy, functools, importlib, itertools, json, math, os, platform, re, subprocess, sys, time
 from dataclasses import dataclass
@@ -464,15 +463,17 @@ class Runs(list):
         return estimate(lambda a, b, c, d: a / b / (c / d), *columns)
 
 class Ours:
-    """This project's decoding, with a Decoder kept from prompt to prompt."""
+    """This project's decoding: packed, by a Decoder that is kept for all prompts; by door 1 with neither."""
 
-    def __init__(self, pair, temperature, tree, method="sequoia", draft=None):
-        self.target, self.temperature = pair.fast[0], temperature
-        self.measures = tree == "auto"
-        self.decoder = sequoia.Decoder(self.target, draft or pair.fast[1], tree, method)
+    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, door=3):
+        self.target, own = pair.fast if door == 3 else (pair.target, pair.draft)
+        self.temperature, self.door, self.measures = temperature, door, tree == "auto"
+        self.new = functools.partial(sequoia.Decoder, self.target, draft or own, tree, method)
+        self.decoder = self.new()
 
     def __call__(self, prompt, new_tokens):
         steps = []
+        self.decoder = self.decoder if self.door == 3 else self.new()
         self.decoder.on_step = steps.append
         how = request(prompt, self.temperature, new_tokens)
         seconds, text = timed(lambda: self.target.generate(prompt, custom_generate=self.decoder, **how))
@@ -508,8 +509,7 @@ class Theirs:
         return Run(seconds, new, new, len(passes))
 
 def interleave(contenders, prompts, args, label):
-    """Every contender on every prompt, taking turns: their runs by name. A short run of each comes first, to
-    warm up. All have the same seed on the same prompt."""
+    """Every contender on every prompt, in turns, with the prompt's seed, after a short run: runs by name."""
     for contender in contenders.values():
         contender(prompts[0], 128 if getattr(contender, "measures", False) else 16)
     names = list(contenders)
@@ -557,7 +557,7 @@ def contenders_for(pair, temperature, args):
     # Greedy, all of this file's methods are one and the same, and specinfer's children differ.
     for method in ("topk", "traversal", "gumbel", "sequoia") if temperature else ("sequoia",):
         taking_part[method, args.tree] = mine(args.tree, method)
-    return taking_part
+    return taking_part | {("door 1", args.tree): mine(args.tree, door=1)}
 
 def contest(prompts, temperature, args, report, contenders):
     """A table of all contenders on all prompts. Returns the runs by name, the fastest of several."""

@@ -1338,8 +1338,9 @@ class Decoder:
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
         there is no cache beside them. Stopping criteria are checked after every token. Processors must be
-        functions of ids and scores, without memory, if there is a draft. Raises ValueError for NaN logits and
-        requests that this cannot do, RuntimeError while it decodes another text."""
+        functions of ids and scores, without a memory, if there is a draft: only one that shows when called
+        twice after the prompt is refused. Raises ValueError for NaN logits and requests that this cannot do,
+        RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -1474,7 +1475,14 @@ class Decoder:
         noise = None
         if sampling.method.shared_noise:
             noise = shared_noise(self.seed, self.seed.new_tensor([len(text) - 1]), logits.shape[1])
-        token = sampling.method.draw(sampling.scores(logits, [text], noise), 1, self.generator)
+        scores = sampling.scores(logits.clone(), [text], noise)
+        if len(self.models) > 1:
+            # What counts its calls, or follows the text by itself, would count and follow a tree's nodes.
+            again = sampling.scores(logits, [text], noise)
+            if not again.nan_to_num().equal(scores.nan_to_num()):
+                raise ValueError("unable to do a logits processor with a memory: called twice after one "
+                                 "text, it gives other scores")
+        token = sampling.method.draw(scores, 1, self.generator)
         return Step(NO_TREE, text[-1:].tolist(), [], int(token))
 
     def make_room(self, tokens):
@@ -1543,8 +1551,8 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
     """`model.generate` with all of its arguments, by a Decoder made for one call. assistant_model: the draft.
-    As custom_generate/generate.py in a folder, this file is found by `model.generate(...,
-    custom_generate=folder, trust_remote_code=True)`."""
+    tree, method, generator, on_step, cuda_graph: as in `Decoder`. As custom_generate/generate.py in a folder,
+    this file is found by `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
