@@ -209,7 +209,7 @@ class BestTrees:
         alone[:, 1] = 1
         self.with_children = [[alone]]
         self.G = [alone]
-        # All m are weighed at once. padded is a table behind as many entries of -inf. fewer is a view of it:
+        # All m are weighed at once. padded is a table behind `size` entries of -inf. fewer is a view of it:
         # fewer[row, n, j] is the table's entry for n - m nodes, where m = size - j, so for m = size, ..., 0.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
         fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
@@ -392,7 +392,7 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     R_of_s = torch.stack(R[:-1], dim=1).gather(2, s)                                    # (rows, k, 1)
     scale = torch.stack(sums, dim=1) * D.gather(2, s)
     # 0 / 0, or R / 0 for what does not exist.
-    ratios = (R_of_s / scale).nan_to_num(nan=0, posinf=0)[:, :, 0]
+    ratios = (R_of_s / scale).nan_to_num(posinf=0)[:, :, 0]
     return ratios, R[-1]
 
 def ratios_of_spectr(P, q, tokens):
@@ -724,8 +724,10 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children. What it finds there is not used."""
-    # A random number for each level and rank, as in `step_plainly`.
-    u = uniform(layout.children[: layout.tree.depth], generator)
+    # A random number for each level and rank, as in `step_plainly`. `Matching` needs none.
+    u = layout.children[: layout.tree.depth]
+    if method.ratios:
+        u = uniform(u, generator)
     # The last entry is read at NONE. What does not exist is unlike NONE, which a target may draw.
     tokens = pad(tokens, (0, 1), value=NONE)
     tokens.masked_fill_(tokens < 0, NONE - 1)
@@ -1091,7 +1093,7 @@ class Planner:
         latency = self.latency()
         self.plan = plan(rates, latency)
         self.tree = self.plan.tree
-        # Near n t is a guess if n is more than half of the largest timed size, as the best may lie beyond, or
+        # t near n is a guess if n is more than half of the largest timed size, as the best may lie beyond, or
         # if the next timed size is far: by 3 nodes and by a third.
         size = self.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
@@ -1106,8 +1108,8 @@ class Planner:
             self.due = self.steps
         else:
             self.due = 2 * self.steps
-            # The oldest times of these are forgotten, as the first steps may have been slow. Before the next
-            # plan `next_tree` has others taken where too few are left.
+            # The first three trees' oldest times are forgotten: they may have been slow. Before the next plan
+            # `next_tree` has new ones taken where too few are left.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
 
@@ -1290,7 +1292,7 @@ class Decoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
         self.target = self.models[0]
-        # Without a draft it is the target, and never fed as one.
+        # Without one it is the target, and never used as a draft.
         self.draft = self.models[-1]
         sizes = sorted(model.vocabulary for model in self.models)
         if sizes[0] < 0.9 * sizes[-1]:
@@ -1337,10 +1339,10 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
-        there is no cache beside them. Stopping criteria are checked after every token. Processors must be
-        functions of ids and scores, without a memory, if there is a draft: only one that shows when called
-        twice after the prompt is refused. Raises ValueError for NaN logits and requests that this cannot do,
-        RuntimeError while it decodes another text."""
+        there is no cache beside them. Stopping criteria are checked after every token. With a draft,
+        processors must be functions of ids and scores, without a memory. They are called twice after the
+        prompt, which shows some that are not. Raises ValueError for NaN logits and requests that this cannot
+        do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -1475,11 +1477,11 @@ class Decoder:
         noise = None
         if sampling.method.shared_noise:
             noise = shared_noise(self.seed, self.seed.new_tensor([len(text) - 1]), logits.shape[1])
-        scores = sampling.scores(logits.clone(), [text], noise)
-        if len(self.models) > 1:
+        scores = sampling.scores(logits, [text], noise)
+        if sampling.reads_text and len(self.models) > 1:
             # What counts its calls, or follows the text by itself, would count and follow a tree's nodes.
             again = sampling.scores(logits, [text], noise)
-            if not again.nan_to_num().equal(scores.nan_to_num()):
+            if not torch.allclose(again.softmax(dim=1), scores.softmax(dim=1), atol=1e-3, equal_nan=True):
                 raise ValueError("unable to do a logits processor with a memory: called twice after one "
                                  "text, it gives other scores")
         token = sampling.method.draw(scores, 1, self.generator)

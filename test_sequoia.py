@@ -448,7 +448,7 @@ def walk_plainly(method, tree, tokens, P, Q, generator, is_static):
     """The walk, node by node: the last accepted node, and the token after it. A target that matches draws one
     token at a node: when it gets there, or first for all nodes at once."""
     drawn = method.draw(P.log(), 1, generator) if is_static and not method.ratios else None
-    u = torch.rand(tree.depth, max(map(len, tree.children)), generator=generator, dtype=torch.float64)
+    u = method.ratios and sequoia.uniform(torch.zeros(tree.depth, max(map(len, tree.children))), generator)
     node = 0
     while True:
         children = [child for child in tree.children[node] if tokens[child] >= 0]
@@ -878,13 +878,12 @@ def bundled():
     return sequoia.pack(load("target")), sequoia.pack(load("draft")), load("target"), tokenizer
 
 def text_of_seed(target, draft, tree, prompt, seed, **arguments):
-    decoder = Decoder(target, draft, tree, "gumbel", seeded(seed))
-    return target.generate(prompt, custom_generate=decoder, **arguments)[0].tolist()
+    return Decoder(target, draft, tree, "gumbel", seeded(seed)).generate(prompt, **arguments).tolist()
 
 @quick
 @pytest.mark.parametrize("name", ["bundled", "llama", "gemma3"])
 def test_a_seed_names_the_text(bundled, name):
-    """With every tree, draft and program; of a batch the first row takes the generator's first seed."""
+    """With every tree, draft and program. Each row of a batch takes the generator's next seed."""
     if name == "bundled":
         target, draft, _, tokenizer = bundled
         prompt = tokenizer("import os\n\ndef main(", return_tensors="pt")["input_ids"]
@@ -902,7 +901,8 @@ def test_a_seed_names_the_text(bundled, name):
             assert text_of_seed(target, q, tree, prompt, seed, **arguments) == plain, tree
         assert text_of_seed(target, draft, (8, 4), prompt, seed + 9, **arguments) != plain
     rows = torch.cat([prompt, prompt.flip(1)])
-    assert text_of_seed(target, draft, (8, 4), rows, seed, **arguments) == plain
+    batch = text_of_seed(target, draft, (8, 4), rows, seed, **arguments)
+    assert batch == text_of_seed(target, None, NO_TREE, rows, seed, **arguments) and batch[:1] == plain
 
 def test_what_processors_cut_from_a_draft_comes_last_and_is_not_lost():
     """The target may keep it. Its order stays, and what has no chance at all comes after it."""
