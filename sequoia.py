@@ -1341,7 +1341,7 @@ class Decoder:
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
         there is no cache beside them. Stopping criteria are checked after every token. With a draft,
         processors must be functions of ids and scores, without a memory. They are called twice after the
-        prompt, which shows some that are not. Raises ValueError for NaN logits and requests that this cannot
+        prompt, which shows most that are not. Raises ValueError for NaN logits and requests that this cannot
         do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
@@ -1480,10 +1480,12 @@ class Decoder:
         scores = sampling.scores(logits, [text], noise)
         if sampling.reads_text and len(self.models) > 1:
             # What counts its calls, or follows the text by itself, would count and follow a tree's nodes.
+            memory = repr([getattr(one, "__dict__", None) for one in sampling.processors])
             again = sampling.scores(logits, [text], noise)
-            if not torch.allclose(again.softmax(dim=1), scores.softmax(dim=1), atol=1e-3, equal_nan=True):
+            same = torch.allclose(again.softmax(dim=1), scores.softmax(dim=1), atol=1e-3, equal_nan=True)
+            if not same or memory != repr([getattr(one, "__dict__", None) for one in sampling.processors]):
                 raise ValueError("unable to do a logits processor with a memory: called twice after one "
-                                 "text, it gives other scores")
+                                 "text, it gives other scores, or its attributes change")
         token = sampling.method.draw(scores, 1, self.generator)
         return Step(NO_TREE, text[-1:].tolist(), [], int(token))
 

@@ -1295,8 +1295,7 @@ def mask(*padding):
     return torch.ones(1, 12).long().index_fill(1, torch.tensor(padding).long(), 0)
 
 class Odd(transformers.TemperatureLogitsWarper):
-    """Reads the text, which its base class does not."""
-
+    # Reads the text, which its base class does not.
     def __call__(self, input_ids, scores):
         return scores.roll(1, dims=1) if input_ids.sum() % 2 else scores
 
@@ -1310,8 +1309,8 @@ SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(ngram_len=5, keys=[3, 5, 7
 GREEN = transformers.WatermarkingConfig(bias=4.0)
 OWN = type("OwnGuidance", (transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor,), {})
 STOP = transformers.GenerationConfig(stop_strings=["a"])
-FEWER = make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=58)))[1]
-TOO_FEW = make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=57)))[1]
+BUDGET = type("Budget", (), {"n": 9, "__call__": lambda self, i, p: setattr(self, "n", self.n - 1) or p})
+FEWER, TOO_FEW = (make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=n)))[1] for n in (58, 57))
 # What is given to generate, as draft, tree and method, or prompt; and the error's words, or generate's text.
 TEXT = None
 CALLS = [({name: value}, name) for name, value in dict(
@@ -1338,6 +1337,7 @@ CALLS += [
     (dict(watermarking_config=SYNTH_ID), "SynthID"), (dict(prompt=prompt_of(12)[:, :0]), "one token or more"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
     (dict(logits_processor=[lambda i, p, calls=itertools.count(): p.roll(next(calls), 1)]), "a memory"),
+    (dict(logits_processor=[BUDGET()]), "a memory"),
     (dict(generation_config=STOP), "tokenizer"), (dict(max_new_tokens=246), "up to 256 .* has 12, .* 258"),
     (dict(draft=None), "a draft is needed"), (dict(draft="x"), "name; got str"),
     (dict(draft=LLAMA.model), "language model .* LlamaModel"), (dict(method="x"), "got 'x'"),
