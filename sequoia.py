@@ -391,7 +391,7 @@ def ratios_in_turn(P, q, tokens, replacement=False):
         R.append(torch.addcmul(R[i], sums[i], D[:, i], value=-1).clamp_(min=0))
     R_of_s = torch.stack(R[:-1], dim=1).gather(2, s)                                    # (rows, k, 1)
     scale = torch.stack(sums, dim=1) * D.gather(2, s)
-    # 0 / 0, or R / 0 for what does not exist.
+    # A quotient 0 / 0, or R / 0 for what does not exist, becomes 0.
     ratios = (R_of_s / scale).nan_to_num(posinf=0)[:, :, 0]
     return ratios, R[-1]
 
@@ -701,7 +701,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             texts += [torch.cat([texts[node], token]) for token in proposed.T]
     # 2. The target scores every node's text. Below, that is one pass.
     targets = [target(node_text) for node_text in texts]
-    # 3. Algorithm 2 walks from the root, as long as a child is accepted.
+    # 3. Algorithm 2 walks from the root, as long as a child is accepted. On each level it tries the children
+    # of one node. So a random number for each level and rank is enough.
     u = uniform(torch.zeros(tree.depth, max(map(len, tree.children))), generator)
     node = 0
     rank = 0
@@ -724,7 +725,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children. What it finds there is not used."""
-    # A random number for each level and rank, as in `step_plainly`. `Matching` needs none.
+    # A random number for each level and rank, as in `step_plainly`. `Matching` draws none: so what a
+    # generator gives next, gumbel's next seed, does not depend on the tree.
     u = layout.children[: layout.tree.depth]
     if method.ratios:
         u = uniform(u, generator)
@@ -859,6 +861,20 @@ class Sampling:
             scores = self.processed(None, scores, draft)
         return scores if noise is None else scores + noise
 
+    def check_memory(self, logits, text):
+        """Raises ValueError for processors that a second call after a text, logits (1, V), finds changed.
+        What counts its calls, or follows the text by itself, would count and follow a tree's nodes."""
+        chances = []
+        attributes = []
+        for _ in range(2):
+            chances.append(self.scores(logits, [text]).softmax(dim=1))
+            attributes.append(repr([getattr(one, "__dict__", None) for one in self.processors]))
+        # On a GPU a sum may be rounded otherwise from call to call.
+        alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
+        if not alike or attributes[0] != attributes[1]:
+            raise ValueError("unable to do a logits processor with a memory: called twice after one text, it "
+                             "gives other scores, or its attributes change")
+
     def processed_after(self, text, scores, draft):
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
@@ -961,7 +977,7 @@ class TreeStep:
         placed = [model.place(layout, self.base, visible) for model in self.models]
         if method.shared_noise:
             positions = self.base + torch.arange(layout.tree.depth, device=self.base.device)
-            noise = shared_noise(self.seed, positions, vocabulary)[layout.depths[:size]]         # (size, V)
+            noise = shared_noise(self.seed, positions, vocabulary)[layout.depths[:size]]        # (size, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
             logits = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
@@ -1477,16 +1493,9 @@ class Decoder:
         noise = None
         if sampling.method.shared_noise:
             noise = shared_noise(self.seed, self.seed.new_tensor([len(text) - 1]), logits.shape[1])
-        scores = sampling.scores(logits, [text], noise)
         if sampling.reads_text and len(self.models) > 1:
-            # What counts its calls, or follows the text by itself, would count and follow a tree's nodes.
-            memory = repr([getattr(one, "__dict__", None) for one in sampling.processors])
-            again = sampling.scores(logits, [text], noise)
-            same = torch.allclose(again.softmax(dim=1), scores.softmax(dim=1), atol=1e-3, equal_nan=True)
-            if not same or memory != repr([getattr(one, "__dict__", None) for one in sampling.processors]):
-                raise ValueError("unable to do a logits processor with a memory: called twice after one "
-                                 "text, it gives other scores, or its attributes change")
-        token = sampling.method.draw(scores, 1, self.generator)
+            sampling.check_memory(logits, text)
+        token = sampling.method.draw(sampling.scores(logits, [text], noise), 1, self.generator)
         return Step(NO_TREE, text[-1:].tolist(), [], int(token))
 
     def make_room(self, tokens):
