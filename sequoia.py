@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from transformers import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
+from transformers import PrefixConstrainedLogitsProcessor
 
 NONE = -1
 
@@ -820,7 +820,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,) each node's token, NONE for a child that does not exist
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one that follows them, from the target or what is left of it
-    seconds: float | None = None     # what it took; None for a prompt's pass
+    seconds: float                   # what it took
 
     @property
     def tokens(self):
@@ -850,16 +850,14 @@ class Sampling:
         # recorded with them, and a plan stays when they change.
         self.settings = (method, self.reads_text, text_free)
 
-    def scores(self, logits, texts=None, noise=None, draft=False):
+    def scores(self, logits, texts=None, draft=False):
         """A model's scores after some texts, (texts, V): float32. texts: needed if a processor reads them."""
         scores = logits.float()
         if draft:
             scores = never_ruled_out(scores)
         if self.reads_text:
-            scores = torch.cat([self.processed_after(*one, draft) for one in zip(texts, scores.split(1))])
-        else:
-            scores = self.processed(None, scores, draft)
-        return scores if noise is None else scores + noise
+            return torch.cat([self.processed_after(*one, draft) for one in zip(texts, scores.split(1))])
+        return self.processed(None, scores, draft)
 
     def check_memory(self, logits, text):
         """Raises ValueError for processors that a second call after a text, logits (1, V), finds changed.
@@ -924,9 +922,11 @@ class TreeStep:
 
     def __call__(self, text, sampling):
         """One step after a text, (length,). Both models have seen all but its last token, the root."""
+        begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        self.tokens[-1:] = text[-2:-1]
+        # Of a text of one token the root, which stands there unused.
+        self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         if self.static and self.graph is None and self.calls > 1:
             self.record(text, sampling)
@@ -946,7 +946,7 @@ class TreeStep:
         while node != 0:
             path.insert(0, node)
             node = tree.parents[node]
-        return Step(tree, tokens, path, token)
+        return Step(tree, tokens, path, token, time.perf_counter() - begun)
 
     def record(self, text, sampling):
         try:
@@ -964,13 +964,13 @@ class TreeStep:
         """The step on the device: the last accepted node, the next token, the nodes' tokens, (size + 2,)."""
         layout, tokens, method = self.layout, self.tokens, sampling.method
         size, vocabulary = self.q.shape
-        noise = None
 
         def scores(logits, nodes, draft=False):
             """A model's scores after these nodes, an index of them, (nodes, V)."""
             # After the text up to the root come the nodes from the root to this one.
             texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node]]]) for node in nodes)
-            return sampling.scores(logits, texts, None if noise is None else noise[nodes], draft)
+            scores = sampling.scores(logits, texts, draft)
+            return scores + noise[nodes] if method.shared_noise else scores
 
         # 1. The tree takes its place behind the text.
         visible = self.target.store.shape[2] if self.static else len(text) - 1 + size
@@ -1163,11 +1163,10 @@ class Planner:
 
     def speedup_of(self, steps):
         """How many times the speed of no tree these steps had; None before the first plan."""
-        steps = [step for step in steps if step.seconds]
-        if steps and self.plan:
-            without = self.seconds[NO_TREE]
-            seconds_a_token = sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
-            return float(np.median(without)) / seconds_a_token
+        if self.plan:
+            tokens = sum(len(step.tokens) for step in steps)
+            seconds = sum(step.seconds for step in steps)
+            return float(np.median(self.seconds[NO_TREE])) * tokens / seconds
 
     def rates(self):
         """The acceptance rates of the root's children and of all others', (2, ranks): the chance that a child
@@ -1198,8 +1197,6 @@ UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids
           "prompt_lookup_num_tokens", "token_healing", "use_mtp")
 # What `generate` itself hands over.
 PREPARED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
-# Processors that count on one call a token.
-STATEFUL = (transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # Criteria that look at each row of a batch by itself.
 BY_ROW = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria,
           transformers.StopStringCriteria)
@@ -1260,10 +1257,10 @@ def tree_shape(tree):
 class Report(NamedTuple):
     """What a Decoder's last call came to. Printed, it is a line that ends with a verdict on the pair."""
     tokens: int              # written
-    steps: int               # the passes of the target that yielded them, that over the prompt included
+    steps: int               # the target's passes that yielded them, after the one over the prompt
     seconds: float           # of the whole call
     tree: Tree               # the planner's last choice
-    speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
+    speedup: float | None    # of the steps, in times the speed of no tree, once a tree is planned
 
     def __str__(self):
         if self.tree == NO_TREE:
@@ -1288,7 +1285,7 @@ class Decoder:
                  pair and the machine; "none"
     method       a name from METHODS, or a Method
     generator    by default torch's own; processes that share a target seed theirs alike
-    on_step      called with each Step; a text's first is the prompt's pass
+    on_step      called with each Step
     cuda_graph   record the step on a GPU
 
     A Decoder keeps caches, plan and graph: models must not change, and texts come one at a time. report: a
@@ -1427,8 +1424,6 @@ class Decoder:
             "a quantized cache": config.cache_implementation == "quantized",
             "torch.autocast": torch.is_autocast_enabled(ids.device.type),
             "forward hooks on the target": any(map(is_foreign, hooks))}
-        alone = len(self.models) == len(ids) == 1
-        unable |= {type(one).__name__: not alone for one in processors if isinstance(one, STATEFUL)}
         if len(ids) > 1:
             # Without an EOS token `generate` lets a row that a criterion has ended go on to the others' end.
             by_row = BY_ROW if any(hasattr(one, "eos_token_id") for one in criteria) else BY_ROW[:2]
@@ -1448,7 +1443,7 @@ class Decoder:
 
     @torch.inference_mode()
     def steps_after(self, text, sampling):
-        """Yields the Steps after a text, (length,). The first is the prompt's pass, a step without a tree."""
+        """Yields the Steps after a text, (length,)."""
         if self.sampling is None or sampling.settings != self.sampling.settings:
             # Another way of sampling has other acceptance rates.
             self.planner = Planner(self.tree, self.target.vocabulary)
@@ -1457,16 +1452,15 @@ class Decoder:
             self.seed.random_(generator=self.generator)
         self.make_room(len(text))
         logits = self.target.feed(text, self.capacity, PROBED)
-        step = self.first_step(text, logits[-1:], sampling)
-        yield step
-        # The first token does not wait for this.
         if not self.probed:
             self.probe(text, logits)
+        if sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1):
+            sampling.check_memory(logits[-1:], text)
         draft_is_fed = False
         while True:
-            text = torch.cat([text, text.new_tensor(step.tokens)])
             tree = self.planner.next_tree()
-            if len(text) > self.draft.context:
+            # Before a draft has a token besides the root, and beyond what it can be fed.
+            if not 1 < len(text) <= self.draft.context:
                 tree = NO_TREE
             tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
@@ -1478,25 +1472,15 @@ class Decoder:
             # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
             # second, which is recorded.
             warm_up = self.seed.is_cuda + tree_step.static
-            begun = time.perf_counter()
             step = tree_step(text, sampling)
-            seconds = [time.perf_counter() - begun]
             if self.sharded:
                 # All ranks plan by rank 0's clock.
+                seconds = [step.seconds]
                 torch.distributed.broadcast_object_list(seconds, src=0)
-            step = step._replace(seconds=seconds[0])
+                step = step._replace(seconds=seconds[0])
             self.planner.learn(step, counts=tree_step.calls > warm_up)
             yield step
-
-    def first_step(self, text, logits, sampling):
-        """Draws the token after a text from the prompt's own logits, (1, V)."""
-        noise = None
-        if sampling.method.shared_noise:
-            noise = shared_noise(self.seed, self.seed.new_tensor([len(text) - 1]), logits.shape[1])
-        if sampling.reads_text and len(self.models) > 1:
-            sampling.check_memory(logits, text)
-        token = sampling.method.draw(sampling.scores(logits, [text], noise), 1, self.generator)
-        return Step(NO_TREE, text[-1:].tolist(), [], int(token))
+            text = torch.cat([text, text.new_tensor(step.tokens)])
 
     def make_room(self, tokens):
         """Makes room for so many tokens. Caches double."""
@@ -1520,36 +1504,34 @@ class Decoder:
 
     def probe(self, text, logits):
         """Raises ValueError if the target cannot be trusted with trees. One that masks by slot, numbers
-        positions its own way, or is hooked to a pass's last token, would silently give another text. So the
-        prompt's last tokens are scored again: in a tree beside decoys, and the last one in a pass of its own.
-        Both must give the distributions of the prompt's pass, logits (known, V): the last token's, and half
-        of all, but for rounding. For bfloat16 18% is let pass, which may hide a slight mistake, for
-        float32 0.07%."""
-        P = logits.float().softmax(dim=1)
+        positions its own way, or treats a pass's last token or a short pass in another way, would silently
+        give another text. So the prompt's last tokens are scored again: in a tree beside decoys, and the last
+        one also in a pass of its own. Both must give the distributions of the prompt's pass, logits
+        (known, V): the last token's, and half of all, but for rounding. For bfloat16 18% is let pass, which
+        may hide a slight mistake, for float32 0.07%."""
+        P = torch.cat([logits, logits[-1:]]).float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
-
-        def difference(count):
-            """How far the last tokens' distributions, scored again together, are from the prompt's pass."""
-            tokens = text[-count:]
-            # In the slot before each token but the first stands a decoy, the token before it. So the prompt's
-            # own are the nodes 0, 2, 4, ..., and their slots run ahead of their positions.
-            pairs = torch.stack([tokens[:-1], tokens[1:]], dim=1)
-            real = torch.arange(0, 2 * count, 2, device=text.device)
-            layout = Layout(sequences(2, count - 1), text.device)
-            placed = self.target.place(layout, self.seed.new_tensor([len(text) - count]), self.capacity)
-            again = self.target.logits(torch.cat([tokens[:1], pairs.flatten()]), layout.nodes, placed)[real]
-            # The prompt's own entries return to their slots.
-            self.target.move(real, placed)
-            return (again.float().softmax(dim=1) - P[-count:]).norm(dim=1) / spread[-count:]
-
-        self.make_room(len(text) + PROBED)
-        in_tree = difference(len(logits))
-        # A mixture of experts may round a token to another expert. So half of them must agree, and the last,
-        # to which a hook may be.
-        found = torch.stack([in_tree.median(), in_tree[-1], difference(1)[0]]).max()
+        tokens = text[-len(logits) :]
+        # The slots behind each token are for a decoy, the same token again, and the next one; behind the last
+        # for two decoys. So the prompt's own are the nodes 0, 2, 4, ..., whose slots run ahead of their
+        # positions.
+        pairs = torch.stack([tokens, tokens.roll(-1)], dim=1)
+        nodes = torch.cat([tokens[:1], pairs.flatten()])
+        real = torch.arange(0, 2 * len(tokens), 2, device=text.device)
+        layout = Layout(sequences(2, len(tokens)), text.device)
+        self.make_room(len(text) + len(nodes))
+        placed = self.target.place(layout, self.seed.new_tensor([len(text) - len(tokens)]), self.capacity)
+        again = self.target.logits(nodes, layout.nodes, placed)[real]
+        alone = self.target.logits(nodes, real[-1:], placed)
+        # The prompt's own entries return to their slots.
+        self.target.move(real, placed)
+        differences = (torch.cat([again, alone]).float().softmax(dim=1) - P).norm(dim=1) / spread
+        # A mixture of experts may round a token to another expert. So half of them must agree, and the last.
+        found = torch.stack([differences.median(), *differences[-2:]]).max()
         # Models in float64 compute some numbers in float32.
         dtype = self.target.model.dtype
-        if not found < 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
+        # NaN is for the first step to report.
+        if found > 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
             raise ValueError(f"{type(self.target.model).__name__} cannot verify a tree: distributions after "
                              f"the same tokens differ by {found:.1%} in one, more than {dtype} should round "
                              f"(float32 rounds least)")
@@ -1830,8 +1812,7 @@ def explain(decoder, tokenizer, text, step):
     for node in path:
         words[node] = f"[{words[node]}]"
     if not RANK:
-        note = "" if step.seconds else " (the prompt's pass)"
-        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}{note}\n")
+        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
     text += step.tokens
 
 def scores_after(decoder, model, ids):
