@@ -439,7 +439,7 @@ class Run(NamedTuple):
     seconds: float           # of the whole call, the prompt's pass included
     tokens: int              # new ones
     yielded: int             # tokens that the counted steps added
-    steps: int               # passes of the target: ours without the prompt's
+    steps: int               # passes of the target: ours without the prompt's, which yields one token
     tree: Tree | None = None
 
 class Runs(list):
@@ -477,8 +477,8 @@ class Ours:
         self.decoder.on_step = steps.append
         how = request(prompt, self.temperature, new_tokens)
         seconds, text = timed(lambda: self.target.generate(prompt, custom_generate=self.decoder, **how))
-        yielded = sum(len(step.tokens) for step in steps)
-        return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps), steps[-1].tree)
+        yielded = sum(len(step.tokens) for step in steps[1:])
+        return Run(seconds, text.shape[1] - prompt.shape[1], yielded, len(steps) - 1, steps[-1].tree)
 
     def learn(self, prompts):
         """Decodes prompts for what they show its planner, which it returns."""

@@ -820,7 +820,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,) each node's token, NONE for a child that does not exist
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one that follows them, from the target or what is left of it
-    seconds: float                   # what it took
+    seconds: float | None            # what it took; None for a prompt's pass
 
     @property
     def tokens(self):
@@ -920,18 +920,19 @@ class TreeStep:
         self.graph = None
         self.result = None           # where the graph writes what `program` returns
 
-    def __call__(self, text, sampling):
-        """One step after a text, (length,). Both models have seen all but its last token, the root."""
+    def __call__(self, text, sampling, logits=None):
+        """One step after a text, (length,). Both models have seen all but its last token, the root. logits:
+        the target's for each node, (size, V), if known, as a prompt's pass gives the root's."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        # Of a text of one token the root, which stands there unused.
+        # For a text of one token the root, which is not used.
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         if self.static and self.graph is None and self.calls > 1:
             self.record(text, sampling)
         if self.graph is None:
-            result = self.program(text, sampling)
+            result = self.program(text, sampling, logits)
         else:
             self.graph.replay()
             result = self.result
@@ -960,7 +961,7 @@ class TreeStep:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
 
-    def program(self, text, sampling):
+    def program(self, text, sampling, logits=None):
         """The step on the device: the last accepted node, the next token, the nodes' tokens, (size + 2,)."""
         layout, tokens, method = self.layout, self.tokens, sampling.method
         size, vocabulary = self.q.shape
@@ -980,13 +981,14 @@ class TreeStep:
             noise = shared_noise(self.seed, positions, vocabulary)[layout.depths[:size]]        # (size, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
         for level in layout.levels:
-            logits = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
-            q = scores(resized(logits, vocabulary), level.expanded, draft=True)             # (expanded, V)
+            guesses = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
+            q = scores(resized(guesses, vocabulary), level.expanded, draft=True)            # (expanded, V)
             self.q[level.expanded] = q
             proposals = method.propose(q, level.width, self.generator)                  # (expanded, width)
             torch.take(proposals, level.chosen, out=tokens[level.children])
         # 3. The target scores it in one pass.
-        logits = self.target.logits(tokens, slice(size), placed[0])                     # (size, V)
+        if logits is None:
+            logits = self.target.logits(tokens, slice(size), placed[0])                 # (size, V)
         # 4. Verification finds the path to keep and the token after it.
         def target(nodes):
             return method.begin(scores(logits[nodes], nodes), self.generator)
@@ -1164,6 +1166,7 @@ class Planner:
     def speedup_of(self, steps):
         """How many times the speed of no tree these steps had; None before the first plan."""
         if self.plan:
+            steps = [step for step in steps if step.seconds]
             tokens = sum(len(step.tokens) for step in steps)
             seconds = sum(step.seconds for step in steps)
             return float(np.median(self.seconds[NO_TREE])) * tokens / seconds
@@ -1257,10 +1260,10 @@ def tree_shape(tree):
 class Report(NamedTuple):
     """What a Decoder's last call came to. Printed, it is a line that ends with a verdict on the pair."""
     tokens: int              # written
-    steps: int               # the target's passes that yielded them, after the one over the prompt
+    steps: int               # the passes of the target that yielded them, that over the prompt included
     seconds: float           # of the whole call
     tree: Tree               # the planner's last choice
-    speedup: float | None    # of the steps, in times the speed of no tree, once a tree is planned
+    speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
 
     def __str__(self):
         if self.tree == NO_TREE:
@@ -1285,7 +1288,7 @@ class Decoder:
                  pair and the machine; "none"
     method       a name from METHODS, or a Method
     generator    by default torch's own; processes that share a target seed theirs alike
-    on_step      called with each Step
+    on_step      called with each Step; a text's first is the prompt's pass
     cuda_graph   record the step on a GPU
 
     A Decoder keeps caches, plan and graph: models must not change, and texts come one at a time. report: a
@@ -1443,7 +1446,7 @@ class Decoder:
 
     @torch.inference_mode()
     def steps_after(self, text, sampling):
-        """Yields the Steps after a text, (length,)."""
+        """Yields the Steps after a text, (length,). The first is the prompt's pass, a step without a tree."""
         if self.sampling is None or sampling.settings != self.sampling.settings:
             # Another way of sampling has other acceptance rates.
             self.planner = Planner(self.tree, self.target.vocabulary)
@@ -1452,15 +1455,20 @@ class Decoder:
             self.seed.random_(generator=self.generator)
         self.make_room(len(text))
         logits = self.target.feed(text, self.capacity, PROBED)
-        if not self.probed:
-            self.probe(text, logits)
         if sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1):
             sampling.check_memory(logits[-1:], text)
+        first = TreeStep(NO_TREE, self.target, self.draft, logits.shape[1], self.seed, self.generator,
+                         static=False)
+        step = first(text, sampling, logits[-1:])._replace(seconds=None)
+        yield step
+        # The first token does not wait for this.
+        if not self.probed:
+            self.probe(text, logits)
         draft_is_fed = False
         while True:
+            text = torch.cat([text, text.new_tensor(step.tokens)])
             tree = self.planner.next_tree()
-            # Before a draft has a token besides the root, and beyond what it can be fed.
-            if not 1 < len(text) <= self.draft.context:
+            if len(text) > self.draft.context:
                 tree = NO_TREE
             tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
@@ -1480,7 +1488,6 @@ class Decoder:
                 step = step._replace(seconds=seconds[0])
             self.planner.learn(step, counts=tree_step.calls > warm_up)
             yield step
-            text = torch.cat([text, text.new_tensor(step.tokens)])
 
     def make_room(self, tokens):
         """Makes room for so many tokens. Caches double."""
@@ -1530,8 +1537,7 @@ class Decoder:
         found = torch.stack([differences.median(), *differences[-2:]]).max()
         # Models in float64 compute some numbers in float32.
         dtype = self.target.model.dtype
-        # NaN is for the first step to report.
-        if found > 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
+        if not found < 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
             raise ValueError(f"{type(self.target.model).__name__} cannot verify a tree: distributions after "
                              f"the same tokens differ by {found:.1%} in one, more than {dtype} should round "
                              f"(float32 rounds least)")
