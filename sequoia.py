@@ -1639,49 +1639,46 @@ def offload(model, device, resident=0):
     """Moves a model larger than a device to it, in place. The weights of its decoder layers, but for the
     first `resident` ones, stay in host memory, pinned for a GPU. While a layer is computed from a copy on the
     device, the next is copied: besides all else it holds two layers. Two threads cannot use it at once."""
-    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    decoder = model.get_decoder()
+    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
         raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
     layers = stacks[0][resident:]
     cuda = torch.device(device).type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
     host = {}            # by weight of these layers: what stays in host memory
-    copies = {}          # by layer: copies of its weights on the device
-    used = []            # copies that the device may still read
 
     def fetch(layer):
-        copies[layer] = [host[w].to(device, non_blocking=True, copy=True) for w in layer.parameters()]
+        for weight in layer.parameters():
+            weight.data = host[weight].to(device, non_blocking=True, copy=True)
+
+    def let_go(weights):
+        for weight in weights:
+            weight.data = host[weight]
 
     def before(number, layer, _):
-        # Waits for both streams: this layer's copy is complete, and nothing on the device reads used ones any
-        # more, so that their memory may be used again.
+        # Waits for both streams: this layer's copy is complete, and nothing on the device reads the one
+        # before it any more, so that its memory may be used again.
         if cuda:
             torch.cuda.synchronize(device)
-        used.clear()
         if number == 0:
-            # A pass that was broken off may have left one.
-            copies.clear()
-        if layer not in copies:
+            # A pass that was broken off may have left some.
+            let_go(host)
             fetch(layer)
-        for weight, copy in zip(layer.parameters(), copies[layer]):
-            weight.data = copy
+        else:
+            let_go(layers[number - 1].parameters())
         # The next layer's copy goes on while this one is computed.
         with torch.cuda.stream(stream):
             for following in layers[number + 1 : number + 2]:
                 fetch(following)
 
-    def after(layer, *_):
-        # Whoever changes weights between two passes finds those in host memory, and they are copied anew.
-        for weight in layer.parameters():
-            weight.data = host[weight]
-        used.append(copies.pop(layer))
-
     for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(before, number))
         for weight in layer.parameters():
             host[weight] = weight.data.pin_memory() if cuda else weight.data
-            weight.data = host[weight]
-        layer.register_forward_pre_hook(partial(before, number))
-        layer.register_forward_hook(after, always_call=True)
+    let_go(host)
+    # Whoever changes weights between two passes finds those in host memory, and they are copied anew.
+    decoder.register_forward_hook(lambda *_: let_go(host), always_call=True)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in host:
             tensor.data = tensor.data.to(device)

@@ -1667,9 +1667,17 @@ def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays
 def layers_of(model):
     return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 5)
 
-def matrices(found):
-    """The bytes of tensors in a weight matrix's shape, which no result of a pass over 30 tokens has."""
-    return sum(x.nbytes for x in found if type(x) is torch.Tensor and x.dim() == 2 and min(x.shape) > 30)
+def copies_in(model):
+    """A function that tells which layers' weights are not where they are now, and how many other tensors
+    there are more, in a weight matrix's shape, which no result of a pass over 30 tokens has."""
+    def matrices():
+        return sum(type(x) is torch.Tensor and x.dim() == 2 and min(x.shape) > 30 for x in gc.get_objects())
+
+    def places():
+        return [{weight.data_ptr() for weight in layer.parameters()} for layer in layers_of(model)]
+
+    home, before = places(), matrices()
+    return lambda *_: [matrices() - before, *(i for i in range(5) if not home[i] & places()[i])]
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -1681,29 +1689,28 @@ def test_offloaded_output_equals_resident_output(name, device):
     for resident in (0, 3, 5):
         streaming = sequoia.offload(copy.deepcopy(pair[0]).train(), device, resident)
         gc.collect()
-        before = matrices(gc.get_objects())
+        copies = copies_in(streaming)
         assert sequoia.pack(streaming) is streaming
         assert not hasattr(streaming, "_sequoia_pass") and not streaming.training
         assert sum(len(layer._forward_pre_hooks) for layer in layers_of(streaming)) == 5 - resident
         assert both_texts(streaming, draft) == expected
         for i in range(resident, 5):
             held = []
-            with layers_of(streaming)[i].register_forward_hook(
-                    lambda *_: held.append(matrices(gc.get_objects()) - before)):
+            with layers_of(streaming)[i].register_forward_hook(lambda *_: held.append(copies())):
                 streaming(prompt_of(30).to(device))
-            copied = layers_of(pair[0])[i : i + 2]
-            assert held == [matrices(p.data for layer in copied for p in layer.parameters())]
+            assert held == [[0, *range(i, min(i + 2, 5))]] and copies() == [0]
         saved = streaming.state_dict()
         assert all(saved[key].cpu().equal(value) for key, value in pair[0].state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
     held = []
+    copies = copies_in(both[0])
     first, *_, last = layers_of(both[0])
     interrupt = mock.Mock(side_effect=KeyboardInterrupt)
-    with first.register_forward_hook(lambda *_: held.append(matrices(gc.get_objects()))):
+    with first.register_forward_hook(lambda *_: held.append(copies())):
         with last.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
             both[0](prompt_of(30).to(device))
         both[0](prompt_of(30).to(device))
-    assert held[0] == held[1] and both_texts(*both) == expected
+    assert held == [[0, 0, 1]] * 2 and both_texts(*both) == expected
 
 @quick
 def test_weights_loaded_into_an_offloaded_model_are_its_weights(llama):
