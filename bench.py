@@ -952,7 +952,8 @@ def step(args, report):
         length = prompt.shape[1]
         for found in steps:
             words = [args.tokenizer.decode([max(token, 0)]) for token in (*found.node_tokens, found.token)]
-            tried = list(tried_in(pair, sampling(temperature), text[:length], found))
+            tried = [(child, float(given), float(wanted)) for child, given, wanted
+                     in sequoia.tried_children(decoder, text[:length].tolist(), found)]
             # A close rejection, then an acceptance; and no token that is hard to draw.
             close = len(tried) > len(found.path) >= 2 and min(target for _, _, target in tried) > 0.05
             drawable = all(re.fullmatch(r"[ \n]?[!-~]{1,8}", word) for word in words)
@@ -960,24 +961,6 @@ def step(args, report):
                 return show_step(args, report, found, tried, words, args.tokenizer.decode(text[:length]))
             length += len(found.tokens)
     raise ValueError("no step with a rejection and two accepted children was found")
-
-def tried_in(pair, shaped, text, found):
-    """For each child that a step tried, in order: the node, the draft's probability and the target's, in what
-    rejections have left of both (Algorithm 2). text: (length,), up to the root."""
-    for at in (0, *found.path):
-        below_root = [found.node_tokens[node] for node in found.tree.mask[at].nonzero()[1:]]
-        ids = torch.cat([text, text.new_tensor(below_root)])[None]
-        with torch.no_grad():
-            R = shaped.scores(pair.target(ids).logits[0, -1:]).softmax(dim=1)[0]
-            D = shaped.scores(pair.draft(ids).logits[0, -1:], draft=True).softmax(dim=1)[0]
-        for child in found.tree.children[at]:
-            token = found.node_tokens[child]
-            yield child, float(D[token]), float(R[token])
-            if child in found.path:
-                break
-            R = (R - D).clamp(min=0) / (R - D).clamp(min=0).sum()
-            D[token] = 0
-            D = D / D.sum()
 
 def show_step(args, report, found, tried, words, before):
     """A table, and the tree from left to right: a column for each level, a row for each leaf."""

@@ -1783,46 +1783,47 @@ def decode_prompt(args):
     if RANKS > 1:
         torch.distributed.destroy_process_group()
 
-def explain(decoder, tokenizer, text, step):
-    """Prints what a step did: its tree, and for each child that a walk would try what both models gave it,
-    with the method sequoia of what rejections had left. text: the tokens before, a list, which grows."""
-    in_turn = decoder.sampling.method == METHODS["sequoia"]
-    words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
-    path = [0, *step.path]
-    reasons = ""
-    for node in path:
+def tried_children(decoder, text, step):
+    """Each child that a walk would try, in order, and what draft and target give its token; with the method
+    sequoia what rejections had left of that: it was accepted with the chance target / draft. text: the tokens
+    before the step, a list."""
+    for node in (0, *step.path):
         children = [child for child in step.tree.children[node] if step.node_tokens[child] >= 0]
         if not children:
             continue
         ids = [*text[:-1], *(step.node_tokens[i] for i in step.tree.mask[node].nonzero())]
         p, q = (scores_after(decoder, model, ids) for model in (decoder.target, decoder.draft))
         R = p.softmax(dim=0)
-        gives = "gives"
         for child in children:
             token = step.node_tokens[child]
             D = q.softmax(dim=0)
-            chance = f", a chance of {min(1, R[token] / D[token]):.2f}" if in_turn else ""
-            verdict = "accepted" if child in path else "rejected"
-            reasons += (f"'{words[child]}': the draft {gives} {D[token]:.3f}, the target {R[token]:.3f}"
-                        f"{chance}: {verdict}\n")
-            if child in path:
+            yield child, D[token], R[token]
+            if child in step.path:
                 break
-            if in_turn:
+            if decoder.sampling.method == METHODS["sequoia"]:
                 R = (R - D).clamp(min=0)
                 R = R / R.sum()
                 q[token] = RULED_OUT
-                gives = "has left"
-    for node in path:
-        words[node] = f"[{words[node]}]"
-    if not RANK:
-        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
-    text += step.tokens
 
 def scores_after(decoder, model, ids):
     """A Decoder's model's scores for the token after others, (V,), by an ordinary pass."""
     ids = decoder.seed.new_tensor([ids])
     logits = resized(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
     return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
+
+def explain(decoder, tokenizer, text, step):
+    """Prints what a step did: its tree, and for each child that a walk would try what both models say of it.
+    text: the tokens before the step, a list, which grows."""
+    words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
+    reasons = ""
+    for child, given, wanted in tried_children(decoder, text, step):
+        verdict = "accepted" if child in step.path else "rejected"
+        reasons += f"'{words[child]}': draft {given:.3f}, target {wanted:.3f}: {verdict}\n"
+    for node in (0, *step.path):
+        words[node] = f"[{words[node]}]"
+    if not RANK:
+        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
+    text += step.tokens
 
 def leave_busy_cores():
     """Takes no more threads than there are cores on which no other process computes, where the system tells:

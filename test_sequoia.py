@@ -1805,7 +1805,7 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     shown = []
     with mock.patch.object(sequoia, "scores_after", lambda *given: shown.append(given[2]) or after(*given)):
         out = run_main(capfd, *usual, "--tree", "8x4", "--explain", "--top-k", "1")[1]
-    reasons = {*re.findall(r"target (\S+), a chance of \S+: (\w+)\n", out)}
+    reasons = {*re.findall(r"target (\S+): (\w+)\n", out)}
     assert reasons == {("1.000", "accepted"), ("0.000", "rejected")} and max(map(len, shown)) > 16
     assert "'\\n" in out and "\\\\n" not in out
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
