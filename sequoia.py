@@ -820,7 +820,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,) each node's token, NONE for a child that does not exist
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one that follows them, from the target or what is left of it
-    seconds: float | None            # what it took; None for a prompt's pass
+    seconds: float | None            # what it took; None for a prompt's pass, and as a GPU warms up
 
     @property
     def tokens(self):
@@ -947,7 +947,9 @@ class TreeStep:
         while node != 0:
             path.insert(0, node)
             node = tree.parents[node]
-        return Step(tree, tokens, path, token, time.perf_counter() - begun)
+        # A first call on a GPU warms up, and if static, a second is recorded: their times say nothing.
+        usual = logits is None and self.calls > self.seed.is_cuda + self.static
+        return Step(tree, tokens, path, token, time.perf_counter() - begun if usual else None)
 
     def record(self, text, sampling):
         try:
@@ -1145,9 +1147,8 @@ class Planner:
         shortest = np.minimum.accumulate([noiseless(without_draft[size]) for size in sizes[::-1]])[::-1]
         return Latency(sizes, shortest.clip(noiseless(self.seconds[root])).tolist(), c)
 
-    def learn(self, step, counts):
-        """Learns from a step: which children a walk to its end would have tried, and, if it counts, its
-        seconds."""
+    def learn(self, step):
+        """Learns from a step: which children a walk to its end would have tried, and its seconds, if known."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1159,7 +1160,7 @@ class Planner:
                 if child in path:
                     self.accepted[row, rank] += 1
                     break
-        if counts:
+        if step.seconds:
             self.seconds[step.tree] = [*self.seconds.get(step.tree, ()), step.seconds][-MANY:]
             self.decoded += step.seconds
 
@@ -1459,7 +1460,7 @@ class Decoder:
             sampling.check_memory(logits[-1:], text)
         first = TreeStep(NO_TREE, self.target, self.draft, logits.shape[1], self.seed, self.generator,
                          static=False)
-        step = first(text, sampling, logits[-1:])._replace(seconds=None)
+        step = first(text, sampling, logits[-1:])
         yield step
         # The first token does not wait for this.
         if not self.probed:
@@ -1477,16 +1478,13 @@ class Decoder:
                 self.seed.tolist()
             # A step without a tree leaves the draft behind.
             draft_is_fed = tree.depth > 1
-            # What a tree's first step on a GPU takes does not count, as it warms up, nor, if static, the
-            # second, which is recorded.
-            warm_up = self.seed.is_cuda + tree_step.static
             step = tree_step(text, sampling)
             if self.sharded:
                 # All ranks plan by rank 0's clock.
                 seconds = [step.seconds]
                 torch.distributed.broadcast_object_list(seconds, src=0)
                 step = step._replace(seconds=seconds[0])
-            self.planner.learn(step, counts=tree_step.calls > warm_up)
+            self.planner.learn(step)
             yield step
 
     def make_room(self, tokens):

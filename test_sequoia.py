@@ -1455,7 +1455,7 @@ def test_acceptance_rates_approach_the_true_ones():
     rng = np.random.default_rng(0)
     planner = sequoia.Planner(tree, vocabulary=64)
     for _ in range(20_000):
-        planner.learn(Step(tree, [0] * tree.size, walk_by_rates(tree, true, rng), 0, 1.0), counts=True)
+        planner.learn(Step(tree, [0] * tree.size, walk_by_rates(tree, true, rng), 0, 1.0))
     assert np.abs(planner.rates()[:, :3] - true).max() < 0.02
 
 def test_a_child_that_does_not_exist_was_not_tried():
@@ -1464,7 +1464,7 @@ def test_a_child_that_does_not_exist_was_not_tried():
     planner = sequoia.Planner(tree, vocabulary=64)
     for i in range(3000):
         tokens = [5, 7, NONE, NONE, NONE, NONE, NONE] if i % 3 else [5, 7, 8, 9, 10, 11, 12]
-        planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, i), counts=True)
+        planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, i))
     assert planner.seconds[tree] == [*range(3000 - sequoia.MANY, 3000)]
     assert planner.tried[0, 0] == 3000 and planner.tried[0, 1] == 1000 and planner.accepted[0, 1] == 1000
     assert planner.tried[1, 0] == 1000 and planner.accepted[1].sum() == 0
@@ -1518,7 +1518,7 @@ def simulated(name, noise, shape="auto"):
             trees.append(tree)
             seconds = (t(tree.size) + c * (tree.depth - 1)) * noise(rng, len(trees))
             path = walk_by_rates(tree, rates, rng)
-            planner.learn(Step(tree, [0] * tree.size, path, 0, seconds), counts=True)
+            planner.learn(Step(tree, [0] * tree.size, path, 0, seconds))
     return planner, trees, planned
 
 def pace(tree, name):
