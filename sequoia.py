@@ -820,7 +820,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,) each node's token, NONE for a child that does not exist
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one that follows them, from the target or what is left of it
-    seconds: float | None            # what it took; None for a prompt's pass, and as a GPU warms up
+    seconds: float | None            # what it took; None for a prompt's pass, and as GPUs warm up
 
     @property
     def tokens(self):
@@ -1148,7 +1148,7 @@ class Planner:
         return Latency(sizes, shortest.clip(noiseless(self.seconds[root])).tolist(), c)
 
     def learn(self, step):
-        """Learns from a step: which children a walk to its end would have tried, and its seconds, if known."""
+        """Learns from a step which children a walk to its end would have tried, and what steps take."""
         self.steps += 1
         path = [0, *step.path]
         for level, node in enumerate(path):
@@ -1516,20 +1516,17 @@ class Decoder:
         may hide a slight mistake, for float32 0.07%."""
         P = torch.cat([logits, logits[-1:]]).float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
-        tokens = text[-len(logits) :]
-        # The slots behind each token are for a decoy, the same token again, and the next one; behind the last
-        # for two decoys. So the prompt's own are the nodes 0, 2, 4, ..., whose slots run ahead of their
-        # positions.
-        pairs = torch.stack([tokens, tokens.roll(-1)], dim=1)
-        nodes = torch.cat([tokens[:1], pairs.flatten()])
-        real = torch.arange(0, 2 * len(tokens), 2, device=text.device)
-        layout = Layout(sequences(2, len(tokens)), text.device)
-        self.make_room(len(text) + len(nodes))
-        placed = self.target.place(layout, self.seed.new_tensor([len(text) - len(tokens)]), self.capacity)
-        again = self.target.logits(nodes, layout.nodes, placed)[real]
-        alone = self.target.logits(nodes, real[-1:], placed)
+        # Each token stands twice. The nodes 0, 2, 4, ... are the prompt's own. 1, 3, 5, ... are decoys, each
+        # one level below the same token. So slots run ahead of positions, and the last node is a decoy.
+        twice = text[-len(logits) :].repeat_interleave(2)
+        layout = Layout(sequences(2, len(logits)), text.device)
+        own = layout.nodes[:-1:2]
+        self.make_room(len(text) + len(twice))
+        placed = self.target.place(layout, self.seed.new_tensor([len(text) - len(logits)]), self.capacity)
+        again = self.target.logits(twice, layout.nodes[:-1], placed)[::2]
+        alone = self.target.logits(twice, own[-1:], placed)
         # The prompt's own entries return to their slots.
-        self.target.move(real, placed)
+        self.target.move(own, placed)
         differences = (torch.cat([again, alone]).float().softmax(dim=1) - P).norm(dim=1) / spread
         # A mixture of experts may round a token to another expert. So half of them must agree, and the last.
         found = torch.stack([differences.median(), *differences[-2:]]).max()
