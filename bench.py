@@ -463,17 +463,17 @@ class Runs(list):
         return estimate(lambda a, b, c, d: a / b / (c / d), *columns)
 
 class Ours:
-    """This project's decoding: packed, by a Decoder that is kept for all prompts; by door 1 with neither."""
+    """This project's decoding. packed: whether the models are; kept: whether one Decoder has all prompts."""
 
-    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, door=3):
-        self.target, own = pair.fast if door == 3 else (pair.target, pair.draft)
-        self.temperature, self.door, self.measures = temperature, door, tree == "auto"
+    def __init__(self, pair, temperature, tree, method="sequoia", draft=None, packed=True, kept=True):
+        self.target, own = pair.fast if packed else (pair.target, pair.draft)
+        self.temperature, self.kept, self.measures = temperature, kept, tree == "auto"
         self.new = functools.partial(sequoia.Decoder, self.target, draft or own, tree, method)
         self.decoder = self.new()
 
     def __call__(self, prompt, new_tokens):
         steps = []
-        self.decoder = self.decoder if self.door == 3 else self.new()
+        self.decoder = self.decoder if self.kept else self.new()
         self.decoder.on_step = steps.append
         how = request(prompt, self.temperature, new_tokens)
         seconds, text = timed(lambda: self.target.generate(prompt, custom_generate=self.decoder, **how))
@@ -557,7 +557,9 @@ def contenders_for(pair, temperature, args):
     # Greedy, all of this file's methods are one and the same, and specinfer's children differ.
     for method in ("topk", "traversal", "gumbel", "sequoia") if temperature else ("sequoia",):
         taking_part[method, args.tree] = mine(args.tree, method)
-    return taking_part | {("door 1", args.tree): mine(args.tree, door=1)}
+    taking_part["kept, not packed", args.tree] = mine(args.tree, packed=False)
+    taking_part["door 1", args.tree] = mine(args.tree, packed=False, kept=False)
+    return taking_part
 
 def contest(prompts, temperature, args, report, contenders):
     """A table of all contenders on all prompts. Returns the runs by name, the fastest of several."""
