@@ -1810,14 +1810,15 @@ def explain(decoder, tokenizer, text, step):
     """Prints what a step did: its tree, and for each child that a walk would try what both models say of it.
     text: the tokens before the step, a list, which grows."""
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
-    reasons = ""
+    reasons = "" if step.tree.size > 1 else "no tree: nothing is proposed\n"
     for child, given, wanted in tried_children(decoder, text, step):
         verdict = "accepted" if child in step.path else "rejected"
         reasons += f"'{words[child]}': draft {given:.3f}, target {wanted:.3f}: {verdict}\n"
     for node in (0, *step.path):
         words[node] = f"[{words[node]}]"
     if not RANK:
-        print(f"{step.tree.drawing(words)}\n{reasons}adds {tokenizer.decode(step.tokens)!r}\n")
+        print(f"{step.tree.drawing(words)}\n{reasons}the target's own: {tokenizer.decode(step.token)!r}\n"
+              f"adds {tokenizer.decode(step.tokens)!r}\n")
     text += step.tokens
 
 def leave_busy_cores():
