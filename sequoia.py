@@ -1166,8 +1166,8 @@ class Planner:
 
     def speedup_of(self, steps):
         """How many times the speed of no tree these steps had; None before the first plan."""
-        if self.plan:
-            steps = [step for step in steps if step.seconds]
+        steps = [step for step in steps if step.seconds]
+        if steps and self.plan:
             tokens = sum(len(step.tokens) for step in steps)
             seconds = sum(step.seconds for step in steps)
             return float(np.median(self.seconds[NO_TREE])) * tokens / seconds

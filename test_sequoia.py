@@ -1603,6 +1603,9 @@ def test_a_step_is_timed_without_what_feeds_the_prompt(llama, monkeypatch):
     assert report[:2] == (40, 1 + len(steps)) and report.tree == decoder.planner.tree
     assert report.seconds == pytest.approx(200 + seconds, abs=1)
     assert report.speedup == pytest.approx(rate) and f"about {rate:.1f} times the speed of" in str(report)
+    # A text that ends with the prompt's own token has no step to compare.
+    plain_text(llama[0], prompt_of(10), custom_generate=decoder, max_new_tokens=1)
+    assert decoder.report.speedup is None and decoder.planner.plan
 
 # --- 10  Passes ---------------------------------------------------------------------------------------------
 
