@@ -1698,8 +1698,7 @@ def test_offloaded_output_equals_resident_output(name, device):
         saved = streaming.state_dict()
         assert all(saved[key].cpu().equal(value) for key, value in pair[0].state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
-    held = []
-    copies = copies_in(both[0])
+    held, copies = [], copies_in(both[0])
     first, *_, last = layers_of(both[0])
     interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     with first.register_forward_hook(lambda *_: held.append(copies())):
