@@ -943,10 +943,7 @@ class TreeStep:
             # What is below a child that does not exist does not exist either.
             if tokens[parent] < 0:
                 tokens[child] = NONE
-        path = []
-        while node != 0:
-            path.insert(0, node)
-            node = tree.parents[node]
+        path = tree.mask[node].nonzero()[1:, 0].tolist()
         # A first call on a GPU warms up, and if static, a second is recorded: their times say nothing.
         usual = logits is None and self.calls > self.seed.is_cuda + self.static
         return Step(tree, tokens, path, token, time.perf_counter() - begun if usual else None)
