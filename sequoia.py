@@ -1237,7 +1237,7 @@ def check_fit(model):
 
 def is_foreign(function):
     """Whether a method or hook was written outside torch, transformers, accelerate and this file."""
-    function = getattr(function, "func", function)
+    function = inspect.unwrap(getattr(function, "func", function))
     module = getattr(function, "__globals__", {}).get("__name__", "")
     return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
 
@@ -1354,7 +1354,7 @@ class Decoder:
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
         there is no cache beside them. Stopping criteria are checked after every token. With a draft,
-        processors must be functions of ids and scores, without a memory. They are called twice after the
+        processors must be functions of ids and scores, without a memory. They are called twice more after the
         prompt, which shows most that are not. Raises ValueError for NaN logits and requests that this cannot
         do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):

@@ -1398,9 +1398,10 @@ def test_every_setting_that_asks_for_another_decoding_or_output_is_refused(llama
         refused("attention_mask must be zeros, then ones", wrong)
     with torch.autocast("cpu", torch.bfloat16):
         refused("unable to do torch.autocast")
-    for module in (llama[0], llama[0].model.layers[1]):
+    hooks = (lambda *given: None, torch.no_grad()(lambda *given: None))
+    for module, hook in itertools.product((llama[0], llama[0].model.layers[1]), hooks):
         for register in (module.register_forward_hook, module.register_forward_pre_hook):
-            with register(lambda *given: None):
+            with register(hook):
                 refused("unable to do forward hooks on the target")
 
 def test_the_front_door_says_what_it_lacks(llama):
@@ -1698,9 +1699,8 @@ def test_offloaded_output_equals_resident_output(name, device):
         saved = streaming.state_dict()
         assert all(saved[key].cpu().equal(value) for key, value in pair[0].state_dict().items())
     both = [sequoia.offload(copy.deepcopy(model), device) for model in pair]
-    held, copies = [], copies_in(both[0])
+    held, copies, interrupt = [], copies_in(both[0]), mock.Mock(side_effect=KeyboardInterrupt)
     first, *_, last = layers_of(both[0])
-    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     with first.register_forward_hook(lambda *_: held.append(copies())):
         with last.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
             both[0](prompt_of(30).to(device))
