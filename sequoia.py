@@ -870,8 +870,8 @@ class Sampling:
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
         if not alike or attributes[0] != attributes[1]:
-            raise ValueError("unable to do a logits processor with a memory: called twice after one text, it "
-                             "gives other scores, or its attributes change")
+            raise ValueError(f"unable to do a logits processor with a memory: called twice after one text, "
+                             f"one gives other scores, or changes its attributes: {self.processors}")
 
     def processed_after(self, text, scores, draft):
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
@@ -1543,9 +1543,21 @@ def decode(model, input_ids, draft=None, tree="auto", method="sequoia", generato
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
-    """`model.generate` with all of its arguments, by a Decoder made for one call. assistant_model: the draft.
-    tree, method, generator, on_step, cuda_graph: as in `Decoder`. As custom_generate/generate.py in a folder,
-    this file is found by `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
+    """`model.generate` with all of its arguments, by a Decoder made for one call:
+
+        sequoia.generate(target, inputs, assistant_model=draft, max_new_tokens=40, do_sample=True)
+
+    model                       the target, a causal language model of transformers
+    inputs                      ids, (rows, length), or all that a tokenizer returns
+    assistant_model             the draft; not needed with tree="none"
+    streamer, stop_strings      as in `generate`; stop_strings need tokenizer=, too
+    tree, method, generator, on_step, cuda_graph        see `Decoder`
+
+    Returns what `generate` returns: (rows, longer) ids, or with return_dict_in_generate `sequences`. Raises
+    ValueError for what cannot be done, as beams, scores, logits, hidden states and caches of the caller's.
+
+    As custom_generate/generate.py in a folder, this file is found by
+    `model.generate(..., custom_generate=folder, trust_remote_code=True)`."""
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
