@@ -926,7 +926,7 @@ class TreeStep:
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        # For a text of one token the root, which is not used.
+        # A text of one token has no previous. The root stands in its place, and is not used there.
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         if self.static and self.graph is None and self.calls > 1:
@@ -1455,6 +1455,7 @@ class Decoder:
         logits = self.target.feed(text, self.capacity, PROBED)
         if sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1):
             sampling.check_memory(logits[-1:], text)
+        # The prompt's pass has scored the root. What is left is to draw, for which no pass is needed.
         first = TreeStep(NO_TREE, self.target, self.draft, logits.shape[1], self.seed, self.generator,
                          static=False)
         step = first(text, sampling, logits[-1:])
@@ -1681,7 +1682,9 @@ def offload(model, device, resident=0):
         for weight in layer.parameters():
             host[weight] = weight.data.pin_memory() if cuda else weight.data
     let_go(host)
-    # Whoever changes weights between two passes finds those in host memory, and they are copied anew.
+    # Whoever changes weights between two passes finds those in host memory, and they are copied anew. The
+    # device may still read the last layer's copy. Its memory stays with the stream that copied it, in which
+    # nothing is copied before `before` has waited.
     decoder.register_forward_hook(lambda *_: let_go(host), always_call=True)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in host:
