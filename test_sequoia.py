@@ -662,7 +662,6 @@ def scores_by(model, sampling, seed, is_draft):
             noise = sequoia.shared_noise(seed, torch.tensor([len(text) - 1]), logits.shape[1])[0]
         found = (sampling.scores(logits, [text], is_draft)[0] + noise).double()
         return found if sampling.method is METHODS["sequoia"] else found * 1e6
-
     return scores
 
 def assert_cached(cached, text):
@@ -735,8 +734,8 @@ def test_recorded_texts_equal_those_of_the_same_step_called_again(name, method, 
     texts = collections.defaultdict(list)
     for form in ("static", "recorded"):
         with form_of(form) as graphs:
-            generator = torch.Generator()
-            decoder = Decoder(*pair, BUSHY, method, generator)
+            steps, generator = [], torch.Generator()
+            decoder = Decoder(*pair, BUSHY, method, generator, steps.append)
             decoder.cuda_graph = True
             for length in (20, 9, 170):
                 for model in (decoder.target, decoder.draft):
@@ -746,6 +745,8 @@ def test_recorded_texts_equal_those_of_the_same_step_called_again(name, method, 
                                        max_new_tokens=30, do_sample=do_sample, top_k=0)
                 texts[form].append(out[0].tolist())
             assert decoder.tree_step.static and len(graphs) == 2 * (form == "recorded")
+            # Three prompts, and the first calls of two steps that were made.
+            assert sum(step.seconds is None for step in steps) == 5
     assert texts["static"] == texts["recorded"]
 
 def started(pair, tree, prompt, static=True, generator=None):
@@ -1132,7 +1133,6 @@ def mask_vocabulary(model):
     """Some models give a part of their vocabulary a large negative constant."""
     def hook(module, inputs, output):
         output.logits[..., 40:] -= 1e9
-
     model.register_forward_hook(hook)
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *FURTHER])
@@ -1172,7 +1172,6 @@ def steered(target, alone=False):
         if output.shape[1] == 1 or not alone:
             output[:, -1] += output.std() * torch.linspace(-3, 3, output.shape[-1], dtype=output.dtype)
         return output
-
     target.model.layers[0].register_forward_hook(hook)
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -1585,7 +1584,6 @@ def test_a_step_is_timed_without_what_feeds_the_prompt(llama, monkeypatch):
             return call(cached, *given)
 
         monkeypatch.setattr(sequoia.CachedModel, name, moved)
-
     moving("logits", {llama[0]: 1.0, llama[1]: 0.1})
     moving("feed", dict.fromkeys(llama, 100))
     monkeypatch.setattr(sequoia.time, "perf_counter", lambda: now[0])
@@ -1650,7 +1648,6 @@ def test_packing_that_changes_numbers_is_an_error(monkeypatch):
     def wrong(layer):
         layer.weight[0] *= 1 + 0.2 * (layer.out_features == 64)
         pack_linear(layer)
-
     monkeypatch.setattr(sequoia, "pack_linear", wrong)
     with pytest.raises(ValueError, match="other numbers for LlamaForCausalLM"):
         sequoia.pack(make_pair("llama")[0])
@@ -1673,7 +1670,6 @@ def copies_in(model):
     """A function that tells which layers' weights do not stand where they stand now."""
     def places():
         return [{weight.data_ptr() for weight in layer.parameters()} for layer in layers_of(model)]
-
     home = places()
     return lambda: [i for i in range(5) if not home[i] & places()[i]]
 
@@ -1810,6 +1806,10 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     reasons = {*re.findall(r"target (\S+): (\w+)\n", out)}
     assert reasons == {("1.000", "accepted"), ("0.000", "rejected")} and max(map(len, shown)) > 16
     assert "'\\n" in out and "\\\\n" not in out
+    # Of two tokens the target's other one is left, once one that it may take is rejected.
+    out = run_main(capfd, *usual, "--tree=8x4", "--explain", "--top-k=2", "--max-new-tokens=60")[1]
+    left = re.findall(r"target (?!0.000)\S+: rejected\n'.*, target (\S+):", out)
+    assert left and {*left} <= {"1.000", "0.000"}
     texts = [run_main(capfd, *usual, "--tree", "8x4", "--seed", seed)[1] for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
     texts = [run_main(capfd, *usual, "--method=gumbel", f"--tree={tree}")[1] for tree in ("none", "8x4")]
