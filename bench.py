@@ -526,7 +526,10 @@ def interleave(contenders, prompts, args, label):
 ASSISTED = ((5, "constant", 0.4), (2, "heuristic", 0.4))
 LOOKUP = (4, 10)
 SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
-BARS = ("generate", "assisted", "plain", "specinfer", "sequoia")
+PEERS = ("generate", "assisted", "plain", "specinfer")
+# Whom the picture shows, and its words for them.
+BARS = {"generate": "generate", "assisted": "assisted", "door 1": "one call:\nsequoia",
+        "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer", "sequoia": "packed:\nsequoia"}
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
@@ -573,7 +576,7 @@ def contest(prompts, temperature, args, report, contenders):
         row = {"temperature": f"{temperature:g}", "method": name,
                "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting,
                "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token()}
-        rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in BARS[:-1]})
+        rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in PEERS})
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
                  f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels", f"""`x
         plain`: the speed against the same code without a tree. `x assisted`, `x specinfer`: against the
@@ -597,7 +600,7 @@ def predicted_paces(temperature):
 def draw_paces(args, report, measured):
     """Bars of tokens a second: measured on this machine, and predicted for an A100."""
     predicted = {temperature: predicted_paces(temperature) for temperature in measured}
-    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
+    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained", width_ratios=(6, 4))
     titles = (f"Measured: {device_name(args.device)}", "PREDICTED, not measured: A100, 7B with 68M")
     for axis, title, paces in zip(axes, titles, (measured, predicted)):
         for i, (temperature, found) in enumerate(paces.items()):
@@ -607,12 +610,14 @@ def draw_paces(args, report, measured):
                             color=(GREEN, "#86efac")[i % 2], edgecolor="white", label=named(temperature),
                             hatch="//" if paces is predicted else None, error_kw={"lw": 1.2, "capsize": 3})
             axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=10)
-        axis.set_xticks(np.arange(len(found)) + 0.2, list(found))
+        words = [BARS[name] if paces is measured else BARS[name].split("\n")[-1] for name in found]
+        axis.set_xticks(np.arange(len(found)) + 0.2, words)
         axis.set_title(title, loc="left", fontsize=13)
     axes[0].set_ylabel("tokens a second")
     axes[0].legend(frameon=False)
-    report.say("`generate`, `assisted`: transformers' own. `plain`: no tree. `specinfer`: the best of "
-               "four trees. Right: as computed by `predict`, a step one CUDA graph, `generate` the paper's.")
+    report.say("`generate`, `assisted`: transformers' own. `one call`: door 1, a Decoder for each prompt. "
+               "`packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as computed "
+               "by `predict`, a step one CUDA graph, `generate` the paper's.")
     report.picture("speed", fig)
 
 # --- 7  speed --synthetic: large models' shapes, the paper's tokens per step, weights made on the spot ------

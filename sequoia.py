@@ -1201,6 +1201,8 @@ PREPARED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids
 # Criteria that look at each row of a batch by itself.
 BY_ROW = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria,
           transformers.StopStringCriteria)
+# What a model's pass must take.
+NEEDED = {"position_ids", "past_key_values", "logits_to_keep"}
 # What decides how `generate` goes on from token to token.
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 # The most nodes of a tree given as (size, depth).
@@ -1209,31 +1211,35 @@ LARGEST_SHAPE = 4096
 PROBED = 6
 
 def check_fit(model):
-    """Raises ValueError if a model's kind or configuration rules out trees. Of what they do not say `probe`
-    finds out the most, by a model's numbers."""
+    """Raises ValueError if a model's kind or configuration rules out trees, with all reasons. Of what these
+    do not say `probe` finds out the most, by a model's numbers."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a language model as transformers loads it, not compiled and not its name; "
                          f"got {name}")
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    needed = {"position_ids", "past_key_values", "logits_to_keep"}
-    # GPT-Neo's own mask counts slots. The probe cannot see that in bfloat16. ALiBi counts them, too.
-    if (model.config.is_encoder_decoder or model._is_stateful or config.model_type == "gpt_neo"
-            or getattr(config, "alibi", False) or kinds - {"full_attention", "sliding_attention"}
-            or needed - inspect.signature(model.forward).parameters.keys()
-            or any(is_foreign(getattr(model, method)) for method in LOOP if hasattr(model, method))):
-        raise ValueError(f"{name} cannot verify a tree: each layer must have full or sliding attention by "
-                         f"position (no ALiBi), and generate's loop be transformers' own")
-    if model.config._attn_implementation not in ("eager", "sdpa"):
-        raise ValueError(f"{name} takes no tree: attn_implementation='sdpa' would")
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    missing = NEEDED - inspect.signature(model.forward).parameters.keys()
+    own = [method for method in LOOP if hasattr(model, method) and is_foreign(getattr(model, method))]
     # Layers that checkpoint in training keep no cache.
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if getattr(config, "output_router_logits", False) or model.training and checkpointing:
-        raise ValueError(f"{name} takes no tree: in eval(), with config.output_router_logits=False, it would")
-    devices = {weight.device for weight in model.parameters()}
-    if len(devices) > 1 and not hasattr(model, "_sequoia_offloaded"):
-        raise ValueError(f"{name} must be on one device: {devices}")
+    devices = {str(weight.device) for weight in model.parameters()}
+    reasons = {
+        "it has an encoder": model.config.is_encoder_decoder,
+        "it is recurrent": model._is_stateful,
+        # The probe cannot see that in bfloat16.
+        "its mask counts slots, not positions": config.model_type == "gpt_neo",
+        "ALiBi counts slots, not positions": getattr(config, "alibi", False),
+        f"it has layers of {kinds}": kinds,
+        f"its forward takes no {missing}": missing,
+        f"it overrides {own}": own,
+        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
+        "set its config.output_router_logits=False": getattr(config, "output_router_logits", False),
+        "call its eval()": model.training and checkpointing,
+        f"it must be on one device, not {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
+    reasons = [reason for reason, holds in reasons.items() if holds]
+    if reasons:
+        raise ValueError(f"{name} cannot verify a tree: {'; '.join(reasons)}")
 
 def is_foreign(function):
     """Whether a method or hook was written outside torch, transformers, accelerate and this file."""
