@@ -1236,7 +1236,8 @@ def check_fit(model):
         "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
         "set its config.output_router_logits=False": getattr(config, "output_router_logits", False),
         "call its eval()": model.training and checkpointing,
-        f"it must be on one device, not {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
+        f"it must be on one device, not {devices}":
+            len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
     reasons = [reason for reason, holds in reasons.items() if holds]
     if reasons:
         raise ValueError(f"{name} cannot verify a tree: {'; '.join(reasons)}")
