@@ -198,22 +198,23 @@ class BestTrees:
     on one level less. This is done for d = 1, 2, ... levels, and for each row of rates: d b n^2 additions a
     row. A root on level i has row i's rates, and its children the next row's, or again the last.
 
-        self.with_children[d - 1][b][row, n]        self.G[d - 1][row, n], the maximum over b
+        self.with_children[d][b][row, n]        self.G[d][row, n], the maximum over b
 
-    The lists end where one more level changes nothing: then no further one does."""
+    Nothing is possible on 0 levels. The lists end where one more level changes nothing: then none does."""
 
     def __init__(self, acceptance_rates, size, depth):
         # Subtle: 0 times a G(m) of -inf, for what is impossible, would be NaN.
         self.rates = _check_rates(acceptance_rates).clip(1e-99)[:, : size - 1]              # (rows, ranks)
-        alone = np.full((len(self.rates), size + 1), -np.inf)
+        impossible = np.full((len(self.rates), size + 1), -np.inf)
+        alone = impossible.copy()
         alone[:, 1] = 1
-        self.with_children = [[alone]]
-        self.G = [alone]
+        self.with_children = [[impossible], [alone]]
+        self.G = [impossible, alone]
         # All m are weighed at once. padded is a table behind `size` entries of -inf. fewer is a view of it:
         # fewer[row, n, j] is the table's entry for n - m nodes, where m = size - j, so for m = size, ..., 0.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
         fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
-        while len(self.G) < depth:
+        while len(self.G) <= depth:
             G = self.below(len(self.G))[:, None, ::-1]              # as m falls, (rows, 1, size + 1)
             tables = [alone]
             for rate in self.rates.T:
@@ -226,30 +227,27 @@ class BestTrees:
             self.G.append(best)
 
     def below(self, depth):
-        """G(m) on at most `depth` levels, for the children of roots of each row, (rows, size + 1)."""
+        """G(m) for the children of roots of each row, on `depth` levels, the root's included."""
         G = self.G[depth - 1]
-        return np.concatenate([G[1:], G[-1:]])
+        return np.concatenate([G[1:], G[-1:]])                                          # (rows, size + 1)
 
     def table(self, depth):
         """See `expected_tokens_table`."""
-        no_level = np.full_like(self.G[0][0], -np.inf)
         # More levels than there are in G change nothing.
-        levels = [self.G[min(d, len(self.G) - 1)][0] for d in range(depth)]
-        return np.stack([no_level, *levels], axis=1)
+        return np.stack([self.G[min(d, len(self.G) - 1)][0] for d in range(depth + 1)], axis=1)
 
     def tree(self, size, depth):
         """See `optimal_tree`."""
-        depth = min(depth, len(self.G))
-        possible = np.isfinite(self.G[depth - 1][0]).nonzero()[0]
+        depth = min(depth, len(self.G) - 1)
+        possible = np.isfinite(self.G[depth][0]).nonzero()[0]
         if size not in possible:
             raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
         parents = [NONE]
         nodes = [(0, size)]          # each node's level and its subtree's size; grows while it is read
         for node, (level, n) in enumerate(nodes):
             row = min(level, len(self.rates) - 1)
-            tables = [table[row] for table in self.with_children[depth - level - 1]]
-            # On the last level a node has no children, and this, below(0), is not used.
-            G = self.below(depth - level - 1)[row]
+            tables = [table[row] for table in self.with_children[depth - level]]
+            G = self.below(depth - level)[row]
             sizes = []
             # The recursion backwards, from the last child to the first.
             for b in range(np.argmax([table[n] for table in tables]), 0, -1):
