@@ -528,8 +528,9 @@ LOOKUP = (4, 10)
 SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
 PEERS = ("generate", "assisted", "plain", "specinfer")
 # Whom the picture shows, and its words for them.
-BARS = {"generate": "generate", "assisted": "assisted", "door 1": "one call:\nsequoia",
-        "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer", "sequoia": "packed:\nsequoia"}
+BARS = {"generate": "generate", "assisted": "assisted", "lookup": "prompt\nlookup",
+        "door 1": "one call:\nsequoia", "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer",
+        "sequoia": "packed:\nsequoia"}
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
@@ -600,7 +601,7 @@ def predicted_paces(temperature):
 def draw_paces(args, report, measured):
     """Bars of tokens a second: measured on this machine, and predicted for an A100."""
     predicted = {temperature: predicted_paces(temperature) for temperature in measured}
-    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained", width_ratios=(6, 4))
+    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained", width_ratios=(7, 4))
     titles = (f"Measured: {device_name(args.device)}", "PREDICTED, not measured: A100, 7B with 68M")
     for axis, title, paces in zip(axes, titles, (measured, predicted)):
         for i, (temperature, found) in enumerate(paces.items()):
@@ -615,9 +616,9 @@ def draw_paces(args, report, measured):
         axis.set_title(title, loc="left", fontsize=13)
     axes[0].set_ylabel("tokens a second")
     axes[0].legend(frameon=False)
-    report.say("`generate`, `assisted`: transformers' own. `one call`: door 1, a Decoder for each prompt. "
-               "`packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as computed "
-               "by `predict`, a step one CUDA graph, `generate` the paper's.")
+    report.say("`generate`, `assisted`, `lookup`: transformers' own. `one call`: door 1, a Decoder for each "
+               "prompt. `packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as "
+               "computed by `predict`, a step one CUDA graph, `generate` the paper's.")
     report.picture("speed", fig)
 
 # --- 7  speed --synthetic: large models' shapes, the paper's tokens per step, weights made on the spot ------

@@ -190,7 +190,7 @@ class BestTrees:
 
     Say a subtree has n nodes, and its root b children. The b-th child's own subtree gets m of the nodes. The
     child is accepted with the chance rate_b, and then its subtree is worth G(m), whatever the others are.
-    They and the root keep n - m nodes. So the most that n nodes are worth is
+    Its elders' subtrees and the root have the other n - m nodes. So the most that n nodes are worth is
 
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)
 
@@ -210,12 +210,13 @@ class BestTrees:
         alone[:, 1] = 1
         self.with_children = [[impossible], [alone]]
         self.G = [impossible, alone]
-        # All m are weighed at once. padded is a table behind `size` entries of -inf. fewer is a view of it:
+        # All m are weighed at once. padded is `size` entries of -inf, then a table. fewer is a view of it:
         # fewer[row, n, j] is the table's entry for n - m nodes, where m = size - j, so for m = size, ..., 0.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
         fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
+        below = [*range(1, len(alone)), -1]                         # the children's row, by their parent's
         while len(self.G) <= depth:
-            G = self.below(len(self.G))[:, None, ::-1]              # as m falls, (rows, 1, size + 1)
+            G = self.G[-1][below][:, None, ::-1]                    # as m falls, (rows, 1, size + 1)
             tables = [alone]
             for rate in self.rates.T:
                 padded[:, size:] = tables[-1]
@@ -225,11 +226,6 @@ class BestTrees:
                 break
             self.with_children.append(tables)
             self.G.append(best)
-
-    def below(self, depth):
-        """G(m) for the children of roots of each row, on `depth` levels, the root's included."""
-        G = self.G[depth - 1]
-        return np.concatenate([G[1:], G[-1:]])                                          # (rows, size + 1)
 
     def table(self, depth):
         """See `expected_tokens_table`."""
@@ -244,16 +240,17 @@ class BestTrees:
             raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
         parents = [NONE]
         nodes = [(0, size)]          # each node's level and its subtree's size; grows while it is read
+        last = len(self.rates) - 1
         for node, (level, n) in enumerate(nodes):
-            row = min(level, len(self.rates) - 1)
+            row = min(level, last)
             tables = [table[row] for table in self.with_children[depth - level]]
-            G = self.below(depth - level)[row]
+            G = self.G[depth - level - 1][min(level + 1, last)]
             sizes = []
             # The recursion backwards, from the last child to the first.
             for b in range(np.argmax([table[n] for table in tables]), 0, -1):
                 fewer = tables[b - 1]
                 rate = self.rates[row, b - 1]
-                m = max(range(1, n), key=lambda m: fewer[n - m] + rate * G[m])
+                m = 1 + int(np.argmax(fewer[n - 1 : 0 : -1] + rate * G[1:n]))
                 sizes.insert(0, m)
                 n -= m
             nodes += [(level + 1, m) for m in sizes]
@@ -267,8 +264,8 @@ def _check_rates(acceptance_rates):
     return rates
 
 # --- 3  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
-# What models say travels to verification as scores: logarithms of probabilities up to a constant, which do
-# not underflow at low temperatures. Of models' logits they are made in float32.
+# What models say travels as scores: logarithms of probabilities up to a constant, which do not underflow at
+# low temperatures. Models' logits are converted to float32 first.
 RULED_OUT = -math.inf
 
 def uniform(like, generator):
@@ -303,9 +300,9 @@ def most_likely(scores, k, generator=None):
     return pad(tokens, (0, k - tokens.shape[1]), value=NONE) if k > tokens.shape[1] else tokens
 
 def never_ruled_out(q):
-    """A draft's logits, (rows, V), at least -1000: what the draft gives probability 0 comes last, all alike.
-    So once all else is proposed it is, uniformly, as in Algorithm 2, lines 12 to 15: the target may want it.
-    A temperature above 20 brings it within reach of the noise, which is as lossless."""
+    """A draft's logits, (rows, V), at least -1000. Tokens to which the draft gives probability 0 are then
+    proposed after all others, each as likely, as in Algorithm 2, lines 12 to 15: the target may want them.
+    A temperature above 20 brings them within reach of the noise, which is as lossless."""
     return q.clamp(min=-1000)
 
 def shared_noise(seed, positions, vocabulary):
@@ -366,8 +363,8 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None):
 
 # From here on a row is a node: P, R (rows, V), scores q (rows, V), tokens and u (rows, k) -> ratios (rows, k)
 # and residuals (rows, V), not normalised. The draft stays scores: probabilities could underflow once the
-# tried tokens are removed. A child that does not exist, as a node has fewer or processors rule out the rest,
-# has a token below 0, and ratio 0. So have its younger siblings.
+# tried tokens are removed. A child may not exist, as a node has fewer, or processors rule out the rest. Its
+# token is below 0, and its ratio 0. Its younger siblings do not exist either.
 
 def ratios_in_turn(P, q, tokens, replacement=False):
     """Algorithm 2: each child's ratio if all before it are rejected, and the residual if all are. With
@@ -383,10 +380,10 @@ def ratios_in_turn(P, q, tokens, replacement=False):
     # R is not normalised here. Its sum, by which the plain version divides it, goes to D.
     R = [P]
     sums = []
-    for i in range(k):
-        sums.append(R[i].sum(dim=1, keepdim=True))
+    for D_of_child in D.unbind(dim=1):
+        sums.append(R[-1].sum(dim=1, keepdim=True))
         # max(R - sum(R) D, 0)
-        R.append(torch.addcmul(R[i], sums[i], D[:, i], value=-1).clamp_(min=0))
+        R.append(torch.addcmul(R[-1], sums[-1], D_of_child, value=-1).clamp_(min=0))
     R_of_s = torch.stack(R[:-1], dim=1).gather(2, s)                                    # (rows, k, 1)
     scale = torch.stack(sums, dim=1) * D.gather(2, s)
     # A quotient 0 / 0, or R / 0 for what does not exist, becomes 0.
@@ -499,10 +496,10 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # stands in slot base + i, at position base + its depth: siblings share a position, never a slot.
 #
 # With the root the draft is fed the token before it, called previous, whose slot is base - 1. After a step
-# that is the last node that was accepted, or the old root. The draft is not fed leaves. So if previous was
-# one, its entry is missing; if not, the same entry is written again. The target has all entries.
+# that is the last node that was accepted, or the old root. The draft is not fed leaves. If previous was one,
+# the draft lacks its entry, and writes it now. If not, it writes the same entry again. The target lacks none.
 #
-# A tree of four nodes: 1 and 2 are the root's children, 3 is below 1. What each is shown by the mask, x, is
+# A tree of four nodes: 1 and 2 are the root's children, 3 is below 1. x marks what the mask shows to each:
 # the text, its ancestors and itself. Then node 2 is accepted, and the entries move:
 #
 #     slot         0 .. base-2    base-1      base    base+1   base+2      base+3
@@ -522,13 +519,12 @@ class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
     expanded: Tensor     # (expanded,) its nodes that have children                    [0]        [1]
     fed: Tensor          # what the draft is fed: those, with the root also previous   [4, 0]     [1]
-    width: int           # how many are proposed to each: the most that one has        2          1
-    chosen: Tensor       # (children,) which of all these proposals are taken          [0, 1]     [0]
-    children: slice      # the nodes that they become, the next level                  1:3        3:4
+    children: Tensor     # (expanded, width) each one's, then NONE                     [[1, 2]]   [[3]]
 
 class Layout:
     """A tree as index tensors: all that the tree alone decides. offsets, depths and mask have an entry for
-    each node and a last one, at the index `size`, for previous. The last of children is for NONE."""
+    each node and a last one, at the index `size`, for previous. children has a last row, of NONE alone, which
+    is read at the index NONE."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
@@ -540,16 +536,14 @@ class Layout:
         self.depths = tensor([*tree.depths, -1])                # of its position from base    (size + 1,)
         # Which nodes each may attend to: previous to none, as its own slot counts as text.
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)                                 # (size + 1, size)
-        # Each node's children in rank order, then NONE. The last row, at the index NONE, is of NONE alone.
+        # Each node's children in rank order, then NONE.
         self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
             expanded = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
             width = max(len(tree.children[node]) for node in expanded)
-            chosen = (self.children[expanded, :width].flatten() != NONE).nonzero()[:, 0]
-            children = slice(tree.children[expanded[0]][0], tree.children[expanded[-1]][-1] + 1)
             fed = expanded if depth else [size, 0]
-            self.levels.append(Level(tensor(expanded), tensor(fed), width, chosen, children))
+            self.levels.append(Level(tensor(expanded), tensor(fed), self.children[expanded, :width]))
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(size), key=lambda node: (*path[node], size)))
@@ -566,17 +560,19 @@ class PassCache(transformers.Cache):
     """What transformers' attention writes to and reads from in one pass. As masks and positions are given, it
     asks for nothing but `update`."""
 
-    def __init__(self, entries, slots, visible):
+    def __init__(self, store, slots, visible):
         super().__init__(layers=[])
-        self.entries = entries       # each layer's keys, then its values, (1, heads, capacity, head_dim) each
+        self.store = store           # a `CachedModel`'s
         self.slots = slots           # where to write
         self.visible = visible       # how many slots are read
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        both = self.entries[2 * layer_idx :][:2]
-        for entry, states in zip(both, (key_states, value_states)):
+        both = []
+        for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
+            entry = self.store[number, None, : states.shape[1], :, : states.shape[3]]
             entry.index_copy_(2, self.slots, states)
-        return [entry[:, :, : self.visible] for entry in both]
+            both.append(entry[:, :, : self.visible])
+        return both
 
 class CachedModel:
     """A transformers model with a KV cache that grows. It is fed a text, then nodes of trees."""
@@ -586,9 +582,9 @@ class CachedModel:
         self.windows = attention_windows(model)
         self.context = context_of(model)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        # All keys and values, for one operation to move: (entries, most heads, capacity, widest head_dim).
+        # Each layer's keys, then its values, in one tensor, for one operation to move them all:
+        # (2 * layers, most heads, capacity, widest head_dim).
         self.store = torch.empty(0, 0, 0, 0)
-        self.entries = []        # views of it, as for `PassCache`
 
     def feed(self, text, capacity, last=1):
         """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
@@ -597,16 +593,15 @@ class CachedModel:
         # A draft's vocabulary may be padded to a shorter length than its target's.
         ids = text.clamp(max=self.vocabulary - 1)[None]
         output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=last)
-        fed = [entry for layer in prefill.layers for entry in (layer.keys, layer.values)]
-        if not self.entries:
-            self.entries = fed
-            heads, width = (max(entry.shape[dim] for entry in fed) for dim in (1, 3))
+        fed = [entry[0] for layer in prefill.layers for entry in (layer.keys, layer.values)]
+        heads, width = (max(entry.shape[dim] for entry in fed) for dim in (0, 2))
+        if not len(self.store):
             self.store = fed[0].new_zeros(len(fed), heads, 0, width)
         self.grow(capacity)
         # A NaN that an earlier text left would show through any mask.
         self.store.zero_()
-        for ours, theirs in zip(self.entries, fed):
-            ours[:, :, : len(text)] = theirs
+        for stored, entry in zip(self.store, fed):
+            stored[: entry.shape[0], : len(text), : entry.shape[2]] = entry
         return output.logits[0]
 
     def grow(self, capacity):
@@ -615,8 +610,6 @@ class CachedModel:
         # Subtle: padding by nothing would copy, and a graph would go on with the old memory.
         if missing > 0:
             self.store = pad(self.store, (0, 0, 0, missing))
-        self.entries = [stored[None, : entry.shape[1], :, : entry.shape[3]]
-                        for stored, entry in zip(self.store, self.entries)]
 
     def place(self, layout, base, visible):
         """Places a tree behind the text: its root at `base`, (1,), in a cache of which the first `visible`
@@ -646,13 +639,12 @@ class CachedModel:
         # A child that does not exist is -1.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         masks = [mask[:, :, nodes] for mask in placed.masks]
-        return ids, placed.positions[None, nodes], placed.slots[nodes], *masks, *self.entries
+        return ids, placed.positions[None, nodes], placed.slots[nodes], *masks, self.store
 
-    def forward(self, ids, positions, slots, *masks_and_entries):
+    def forward(self, ids, positions, slots, *masks_and_store):
         """The pass as a function of tensors alone, so that it can be traced."""
-        masks = masks_and_entries[: len(self.windows)]
-        entries = masks_and_entries[len(self.windows) :]
-        cache = PassCache(entries, slots, visible=masks[0].shape[-1])
+        *masks, store = masks_and_store
+        cache = PassCache(store, slots, visible=masks[0].shape[-1])
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
         return self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache,
                           use_cache=True).logits[0]
@@ -705,7 +697,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     node = 0
     rank = 0
     while rank != NONE:
-        children = list(tree.children[node])
+        children = tree.children[node]
         tokens = torch.tensor([int(texts[child][-1]) for child in children], dtype=torch.long)
         P = targets[node].softmax(dim=0)
         Q = drafts[node].softmax(dim=0)
@@ -722,36 +714,31 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
-    rejection with NONE, which has no children. What it finds there is not used."""
-    # A random number for each level and rank, as in `step_plainly`. `Matching` draws none: so what a
-    # generator gives next, gumbel's next seed, does not depend on the tree.
+    rejection with NONE, which has no children. Then node, left and residual stay as they are."""
+    # A random number for each level and rank, as in `step_plainly`. `Matching` does not read its u, which has
+    # the same shape. So what a generator gives next, gumbel's next seed, does not depend on the tree.
     u = layout.children[: layout.tree.depth]
     if method.ratios:
         u = uniform(u, generator)
     # The last entry is read at NONE. What does not exist is unlike NONE, which a target may draw.
     tokens = pad(tokens, (0, 1), value=NONE)
     tokens.masked_fill_(tokens < 0, NONE - 1)
-    node = layout.nodes[:1]
-    reached = []             # nodes, their targets, and what rejections of all their children leave of these
+    # at is node, or NONE after a rejection. residual is what rejections of node's children leave of left.
+    node = at = layout.nodes[:1]
+    left = residual = target(node)
     for level, u_of_level in zip(layout.levels, u):
-        children = layout.children[node, : level.width]                                     # (1, width)
-        left = target(node)
-        accepted, residual = method.verify(left, q[node], tokens[children], u_of_level[: level.width])
-        reached.append((node, left, residual))
+        width = level.children.shape[1]
+        children = layout.children[at, :width]                                              # (1, width)
+        accepted, residual = method.verify(residual, q[node], tokens[children], u_of_level[:width])
         # The maximum of bools is found at the first that is true.
         found, rank = accepted.max(dim=1)
-        node = torch.where(found, children[0, rank], NONE)
         if not static and not found:
             break
-    else:
+        at = torch.where(found, children[0, rank], NONE)
+        # Children have larger numbers, and NONE is less than any.
+        node = torch.maximum(node, at)
         left = target(node)
-        reached.append((node, left, left))
-    node, left, residual = reached[-1]
-    if static:
-        nodes, left, residual = map(torch.cat, zip(*reached))
-        # The last node has the largest number, as NONE is less than any.
-        node, last = nodes.max(dim=0, keepdim=True)
-        left, residual = left[last], residual[last]
+        residual = torch.where(found, left, residual)
     return node, method.last_token(residual, left, generator)
 
 def traverse(method, layout, tokens, target, q, generator=None, static=False):
@@ -794,18 +781,20 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
 def endings(method, layout, tokens, P, q):
     """For `traverse`: each node's chance to draw a token once its children have failed, (size,), and the
     residual from which it does, not normalised, (size, V)."""
-    # The last column is failure's. No draft proposes failure: weighing children takes nothing from it.
-    R = pad(P, (0, 1))                                                                      # (size, V + 1)
+    # The last column is failure's. No draft proposes failure: weighing children takes nothing from it. The
+    # last row is written at NONE.
+    R = pad(P, (0, 1, 0, 1))                                                            # (size + 1, V + 1)
     q = pad(q, (0, 1), value=RULED_OUT)
     tokens = pad(tokens, (0, 1), value=NONE)
     m = torch.ones_like(R[:, 0])
-    # A node's row of R is its target until its children have been weighed, then its residual.
+    # A node's row of R is P', then its target, and once its children have been weighed its residual.
     for level in layout.levels:
-        proposed = tokens[layout.children[level.expanded, : level.width]]               # (expanded, width)
-        ratios, R[level.expanded] = method.ratios(R[level.expanded], q[level.expanded], proposed)
-        m[level.children] = ratios.take(level.chosen).clamp(max=1)
-        R[level.children, :-1] *= m[level.children, None]
-        R[level.children, -1] = 1 - m[level.children]
+        nodes, children = level.expanded, level.children
+        ratios, R[nodes] = method.ratios(R[nodes], q[nodes], tokens[children])
+        m[children] = ratios.clamp(max=1)
+        R[children, :-1] *= m[children, None]
+        R[children, -1] = 1 - m[children]
+    R, m = R[:-1], m[:-1]
     success = R[:, :-1].sum(dim=1)
     # Subtle: the quotient is exactly 1 for the root, and no small chance is rounded to 0. It is NaN where no
     # token is possible, for which the draw will give NONE, and where rounding leaves nothing.
@@ -844,8 +833,8 @@ class Sampling:
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
-        # A plan holds for these, and a recorded step. Processors that read the text are left out: no step is
-        # recorded with them, and a plan stays when they change.
+        # A plan is valid for these alone, and so is a recorded step. Processors that read the text are left
+        # out: no step is recorded with them, and a plan stays when they change.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, draft=False):
@@ -864,7 +853,9 @@ class Sampling:
         attributes = []
         for _ in range(2):
             chances.append(self.scores(logits, [text]).softmax(dim=1))
-            attributes.append(repr([getattr(one, "__dict__", None) for one in self.processors]))
+            # Also those of attributes that are objects.
+            values = [value for processor in self.processors for value in vars(processor).values()]
+            attributes.append(repr([getattr(value, "__dict__", None) or value for value in values]))
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
         if not alike or attributes[0] != attributes[1]:
@@ -927,6 +918,8 @@ class TreeStep:
         # A text of one token has no previous. The root stands in its place, and is not used there.
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
+        # A first call on a GPU warms up, and if static, a second is recorded: their times say nothing.
+        usual = logits is None and self.calls > self.seed.is_cuda + self.static
         if self.static and self.graph is None and self.calls > 1:
             self.record(text, sampling)
         if self.graph is None:
@@ -942,8 +935,6 @@ class TreeStep:
             if tokens[parent] < 0:
                 tokens[child] = NONE
         path = tree.mask[node].nonzero()[1:, 0].tolist()
-        # A first call on a GPU warms up, and if static, a second is recorded: their times say nothing.
-        usual = logits is None and self.calls > self.seed.is_cuda + self.static
         return Step(tree, tokens, path, token, time.perf_counter() - begun if usual else None)
 
     def record(self, text, sampling):
@@ -981,8 +972,8 @@ class TreeStep:
             guesses = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
             q = scores(resized(guesses, vocabulary), level.expanded, draft=True)            # (expanded, V)
             self.q[level.expanded] = q
-            proposals = method.propose(q, level.width, self.generator)                  # (expanded, width)
-            torch.take(proposals, level.chosen, out=tokens[level.children])
+            # Proposals beyond a node's children go to NONE, previous's entry, which is not read any more.
+            tokens[level.children] = method.propose(q, level.children.shape[1], self.generator)
         # 3. The target scores it in one pass.
         if logits is None:
             logits = self.target.logits(tokens, slice(size), placed[0])                 # (size, V)
@@ -991,7 +982,7 @@ class TreeStep:
             return method.begin(scores(logits[nodes], nodes), self.generator)
 
         if self.static:
-            # Of all nodes at once. Else only of those that the walk comes to.
+            # Of all nodes at once. Else only of those that are asked for.
             target = target(layout.nodes).__getitem__
         verify = traverse if method.leaves_first else walk
         node, token = verify(method, layout, tokens[:-1], target, self.q, self.generator, self.static)
@@ -1010,8 +1001,9 @@ def resized(logits, vocabulary):
     return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
 # --- 7  The hardware-aware planner (section 4.1) ------------------------------------------------------------
-# Acceptance rates before any evidence: a decent draft, a power law in the rank. They are worth so many tries.
-PRIOR = 0.6 / np.arange(1, 33) ** 2
+# How often a first, second, ... child is accepted when it is tried, before any evidence: a decent draft, a
+# power law in the rank. It is worth so many tries.
+PRIOR = 0.6 / np.arange(1, 33) ** 0.8
 PRIOR_TRIES = 4
 # The most nodes and levels of a planned tree, and children of a node in it.
 LARGEST, DEEPEST, WIDEST = 1024, 24, 16
@@ -1028,8 +1020,9 @@ class Latency(NamedTuple):
         return np.interp(size, self.sizes, self.t) + (depth - 1) * self.c
 
 class Plan(NamedTuple):
-    """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree. On a
-    noisy machine the times that are planned with are the shortest, so that this is too much."""
+    """A tree and what it promises: tokens and seconds a step, and how many times the speed of no tree. The
+    times that are planned with are free of noise. On a noisy machine they are too short, the promise too
+    high."""
     tree: Tree
     tokens: float
     seconds: float
@@ -1052,11 +1045,13 @@ def noiseless(seconds):
     return float(np.quantile(seconds, 0.1))
 
 def seconds_to_plan(size):
-    """About what a plan over so many sizes takes, as measured, with a trial tree of double size."""
+    """About what a plan over so many sizes takes, with a trial tree of double size. This is a formula, fitted
+    to measured times, and no clock: all ranks must plan alike."""
     return min(DEEPEST, size) * min(WIDEST, size) * (7e-6 + 2.5e-9 * size**2)
 
 class Planner:
-    """Chooses the trees of a text's steps. tree: the last choice. plan: the last Plan. shape:
+    """Chooses the tree of each step, for all texts that are sampled alike. steps: counted over all of them.
+    tree: the last choice. plan: the last Plan. shape:
 
     A Tree stays. For (size, depth) the best tree is found anew at steps 16, 32, 64, ..., by the acceptance
     rates known then. For "auto" three trees are tried first, FEW steps or more each, and timed. Then the best
@@ -1078,10 +1073,10 @@ class Planner:
         self.trials = []
         if isinstance(shape, tuple):
             # Such a tree may be impossible: said before the first token.
-            self.tree = optimal_tree(self.prior, *shape)
+            self.tree = optimal_tree(self.rates(), *shape)
         elif shape == "auto":
             # A decent tree, none, and one that has 8 nodes, too, but takes 7 draft passes, not 3.
-            self.trials = [optimal_tree(self.prior, 8, 4), NO_TREE, chain(7)]
+            self.trials = [optimal_tree(self.rates(), 8, 4), NO_TREE, chain(7)]
             self.tree = self.trials[0]
             self.due = 0
 
@@ -1108,29 +1103,27 @@ class Planner:
         latency = self.latency()
         self.plan = plan(rates, latency)
         self.tree = self.plan.tree
-        # t near n is a guess if n is more than half of the largest timed size, as the best may lie beyond, or
-        # if the next timed size is far: by 3 nodes and by a third.
+        # t(size) is a guess in two cases. More than half of the largest timed size, the best may lie beyond:
+        # double that is tried. Or the next timed size is more than 3 nodes and a third away: one halfway is.
         size = self.tree.size
         larger = min([n for n in latency.sizes if n > size], default=size)
-        trial = 0
         if 2 * size > largest and largest < LARGEST:
             trial = min(2 * largest, LARGEST)
         elif larger > size + max(3, size // 3):
             trial = (size + larger) // 2
-        if trial:
-            # Deep enough for a binary tree: a small vocabulary may allow no other.
-            self.trials.append(optimal_tree(rates, trial, max(self.tree.depth + 1, trial.bit_length())))
-            self.due = self.steps
         else:
             self.due = 2 * self.steps
-            # The first three trees' oldest times are forgotten: they may have been slow. Before the next plan
-            # `next_tree` has new ones taken where too few are left.
+            # Each of the first three trees loses its oldest time, which may have been slow. Before the next
+            # plan `next_tree` has a new one taken where too few are left.
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
+            return
+        # Deep enough for a binary tree: a small vocabulary may allow no other.
+        self.trials.append(optimal_tree(rates, trial, max(self.tree.depth + 1, trial.bit_length())))
 
     def latency(self):
-        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. So of two trees of one size one
-        takes c longer for each level that it has more."""
+        """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. The first and third trial have
+        one size, and the third more levels, of which each takes c."""
         branched, root, straight = self.trials[:3]
         longer = noiseless(self.seconds[straight]) - noiseless(self.seconds[branched])
         c = max(0.0, longer / (straight.depth - branched.depth))
@@ -1170,8 +1163,7 @@ class Planner:
     def rates(self):
         """The acceptance rates of the root's children and of all others', (2, ranks): the chance that a child
         is accepted when tried, times the chance that it is tried."""
-        # The prior divided by the chance to be tried: that no child before was accepted.
-        prior = self.prior / (1 - self.prior.cumsum() + self.prior)
+        prior = self.prior
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
             when_tried = []
@@ -1333,8 +1325,9 @@ class Decoder:
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
                  stopping_criteria=None, **kwargs):
-        """`target.generate` with all of its arguments. inputs: ids, (rows, length), or all that a tokenizer
-        returns. transformers keeps streamers and tokenizers from a custom_generate: here they arrive."""
+        """`target.generate` with its arguments, but for another draft. inputs: ids, (rows, length), or all
+        that a tokenizer returns. Streamers and tokenizers, which transformers keeps from a custom_generate,
+        arrive here."""
         for name in ("assistant_model", "assistant_tokenizer"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"unable to do {name}: a Decoder has its draft, which needs the target's "
@@ -1349,7 +1342,9 @@ class Decoder:
         if stop_strings:
             if tokenizer is None:
                 raise ValueError("stop_strings need tokenizer=, the tokenizer")
-            criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+            # As in `generate`, criteria of the caller's that are of this type take precedence.
+            stop = [transformers.StopStringCriteria(tokenizer, stop_strings)]
+            criteria = model._merge_criteria_processor_list(stop, criteria)
             kwargs["stop_strings"] = None
         return model.generate(inputs, generation_config, stopping_criteria=criteria,
                               custom_generate=partial(self, streamer=streamer), **kwargs)
@@ -1358,10 +1353,10 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
-        there is no cache beside them. Stopping criteria are checked after every token. With a draft,
-        processors must be functions of ids and scores, without a memory. They are called twice more after the
-        prompt, which shows most that are not. Raises ValueError for NaN logits and requests that this cannot
-        do, RuntimeError while it decodes another text."""
+        there is no cache beside them. Stopping criteria are checked after every token. Processors must be
+        functions of a row's ids and scores. With a draft or in a batch those that read the text are called
+        twice more after the prompt, which shows most that have a memory. Raises ValueError for NaN logits and
+        requests that this cannot do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
@@ -1409,7 +1404,7 @@ class Decoder:
                     return text
 
     def check(self, model, ids, mask, processors, criteria, config, arguments):
-        """Raises ValueError for a call whose text might not be generate's."""
+        """Raises ValueError for a call that, by its arguments, might not give generate's text."""
         if model is not self.target.model:
             raise ValueError("this Decoder was made for another target")
         counted = mask.cumsum(dim=1)
@@ -1421,8 +1416,9 @@ class Decoder:
         hooks = [hook for module in model.modules()
                  for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
         unable = {name: getattr(config, name, None) for name in UNABLE}
-        given = {name for name, value in arguments.items() if value is not None and value != {}}
-        unable |= dict.fromkeys(given.difference(PREPARED), True)
+        # What was not given arrives as None, or as an empty dictionary.
+        unable |= {name: name not in PREPARED for name, value in arguments.items()
+                   if value is not None and value != {}}
         unable |= {
             "past_key_values": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
             "position_ids": not usual,
@@ -1443,9 +1439,9 @@ class Decoder:
                              f"got {ids[~known].tolist()}")
         if mask.shape != ids.shape or not mask[:, -1].all() or (mask != (counted > 0)).any():
             raise ValueError("a row of the attention_mask must be zeros, then ones: padding is on the left")
-        if config.max_length > self.target.context + 1:
+        if criteria.max_length > self.target.context + 1:
             raise ValueError(f"the target takes up to {self.target.context} tokens; the prompt has "
-                             f"{ids.shape[1]}, and with new ones the text up to {config.max_length}")
+                             f"{ids.shape[1]}, and with new ones the text up to {criteria.max_length}")
 
     @torch.inference_mode()
     def steps_after(self, text, sampling):
@@ -1479,7 +1475,7 @@ class Decoder:
                 self.draft.feed(text[:-1], self.capacity)
                 # Waits for a GPU, so that the step is timed alone.
                 self.seed.tolist()
-            # A step without a tree leaves the draft behind.
+            # A step without a tree does not feed the draft.
             draft_is_fed = tree.depth > 1
             step = tree_step(text, sampling)
             if self.sharded:
@@ -1608,7 +1604,7 @@ def pack(model):
     cached.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    # The first is traced. The second has more nodes, later slots, and the latest position of the context.
+    # The first is traced. The second has more nodes and later slots, all at the context's last position.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
         placed = cached.place(layout, torch.tensor([base]), base + layout.tree.size)
         positions = (placed.positions + ahead).clamp(max=cached.context - 1)
@@ -1634,12 +1630,8 @@ def pack(model):
     # A model of which there is no trace, or no equal one, runs packed.
     with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings(action="ignore"):
         frozen = torch.jit.freeze(torch.jit.trace(traced.eval(), examples[0], check_trace=False))
-
-        def run(*inputs):
-            # Else it would be optimised anew for every new shape.
-            with torch.jit.optimized_execution(False):
-                return frozen.forward(*inputs)
-
+        # Else it would be optimised anew for every new shape.
+        run = torch.jit.optimized_execution(False)(frozen.forward)
         if all(map(torch.equal, outputs(run), packed)):
             model._sequoia_pass = run
     return model
@@ -1736,9 +1728,9 @@ def arguments(argv):
     return args
 
 def load(name, args, large=False):
-    """A model on the chosen device, packed on a CPU. A large one is offloaded, or shared among torchrun's
-    ranks. Raises ValueError for files that lack weights or have other shapes, which transformers would fill
-    with random numbers."""
+    """A model on the chosen device, packed on a CPU. A large one, the target, is offloaded if that is chosen,
+    or shared among torchrun's ranks. Raises ValueError for files that lack weights or have other shapes,
+    which transformers would fill with random numbers."""
     sharded = large and RANKS > 1
     offloaded = large and args.offload
     mapped = offloaded and args.device == "cpu"
@@ -1847,7 +1839,7 @@ def leave_busy_cores():
     torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - busy)))
 
 def main(argv=None):
-    """Returns the exit code: 0, 2 for a wrong request, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
     # Else Python looks for garbage among a million imported objects, above all when it ends: half a second.
     gc.freeze()
     leave_busy_cores()
