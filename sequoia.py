@@ -341,8 +341,8 @@ def shared_noise(seed, positions, vocabulary):
 # one.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None):
-    """Algorithm 2, plainly, for one node: P, Q (V,), tokens, u (k,). The accepted child's rank, or NONE, and
-    the residual (V,), from which the token is then drawn. What follows is tested against it.
+    """Algorithm 2, plainly, for one node: P, Q (V,), tokens, u (k,). Returns the accepted child's rank and R;
+    or NONE and the residual R, (V,), from which the token is then drawn. What follows is tested against it.
     say: called with a line of text for each child that is tried."""
     R, D = P, Q
     for i, s in enumerate(tokens):
@@ -910,8 +910,9 @@ class TreeStep:
         self.result = None           # where the graph writes what `program` returns
 
     def __call__(self, text, sampling, logits=None):
-        """One step after a text, (length,). Both models have seen all but its last token, the root. logits:
-        the target's for each node, (size, V), if known, as a prompt's pass gives the root's."""
+        """One step after a text, (length,). The target has seen all but its last token, the root. A draft may
+        lack previous, too. logits: the target's for each node, (size, V), if known, as a prompt's pass gives
+        the root's."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
@@ -1812,7 +1813,8 @@ def tried_children(decoder, text, step):
 def scores_after(decoder, model, ids):
     """A Decoder's model's scores for the token after others, (V,), by an ordinary pass."""
     ids = decoder.seed.new_tensor([ids])
-    logits = resized(model.model(ids, logits_to_keep=1).logits[0], decoder.target.vocabulary)
+    logits = model.model(ids.clamp(max=model.vocabulary - 1), logits_to_keep=1).logits[0]
+    logits = resized(logits, decoder.target.vocabulary)
     return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
 
 def explain(decoder, tokenizer, text, step):

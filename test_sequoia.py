@@ -1281,6 +1281,8 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     assert out.equal(plain.generate(ids, **arguments))
     never = dict(arguments, stop_strings="\0\0", stopping_criteria=[at_17])
     assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
+    arguments["stopping_criteria"] = [transformers.StopStringCriteria(tokenizer, "\0\0")]
+    assert sequoia.generate(target, ids, assistant_model=draft, **arguments).shape[1] == ids.shape[1] + 40
     # Without an EOS token `generate` goes on with a row that a string has ended.
     with pytest.raises(ValueError, match="StopStringCriteria in a batch"):
         sequoia.generate(llama[0], TWO_ROWS, assistant_model=llama[1], **arguments)
@@ -1299,7 +1301,9 @@ def editing(ids, scores, **kwargs):
 
 PLAIN = dict(tree="none", draft=None)
 TWO_ROWS = torch.cat([prompt_of(12), prompt_of(12, seed=1)])
-SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(ngram_len=5, keys=[3, 5, 7])
+SYNTH_ID, LATE = (transformers.SynthIDTextWatermarkingConfig(3, [3, 5, 7], skip_first_ngram_calls=late)
+                  for late in (False, True))
+LONG = transformers.MaxLengthCriteria(258)
 GREEN = transformers.WatermarkingConfig(bias=4.0)
 STOP = transformers.GenerationConfig(stop_strings=["a"])
 BUDGET = type("Budget", (), {"n": 9, "__call__": lambda self, i, p: setattr(self, "n", self.n - 1) or p})
@@ -1327,7 +1331,8 @@ CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
 CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * mask(), 2 * mask(0), mask(11))]
 CALLS += [
     (dict(guidance_scale=1.5), "a memory"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "a memory"),
-    (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(prompt=prompt_of(12)[:, :0]), "one token or"),
+    (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(watermarking_config=LATE), "a memory"),
+    (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(prompt=prompt_of(0)), "one token or"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
     (dict(logits_processor=[lambda i, p, calls=itertools.count(): p.roll(next(calls), 1)]), "a memory"),
     (dict(generation_config=STOP), "tokenizer"), (dict(max_new_tokens=246), "up to 256 .* has 12, .* 258"),
