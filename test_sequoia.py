@@ -1301,8 +1301,8 @@ def editing(ids, scores, **kwargs):
 
 PLAIN = dict(tree="none", draft=None)
 TWO_ROWS = torch.cat([prompt_of(12), prompt_of(12, seed=1)])
-SYNTH_ID, LATE = (transformers.SynthIDTextWatermarkingConfig(3, [3, 5, 7], skip_first_ngram_calls=late)
-                  for late in (False, True))
+SYNTH_ID, SKIPS = (transformers.SynthIDTextWatermarkingConfig(3, [3, 5, 7], skip_first_ngram_calls=late)
+                   for late in (False, True))
 LONG = transformers.MaxLengthCriteria(258)
 GREEN = transformers.WatermarkingConfig(bias=4.0)
 STOP = transformers.GenerationConfig(stop_strings=["a"])
@@ -1331,7 +1331,7 @@ CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
 CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * mask(), 2 * mask(0), mask(11))]
 CALLS += [
     (dict(guidance_scale=1.5), "a memory"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "a memory"),
-    (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(watermarking_config=LATE), "a memory"),
+    (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(watermarking_config=SKIPS), "a memory"),
     (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(prompt=prompt_of(0)), "one token or"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
     (dict(logits_processor=[lambda i, p, calls=itertools.count(): p.roll(next(calls), 1)]), "a memory"),
