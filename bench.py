@@ -576,7 +576,8 @@ def contest(prompts, temperature, args, report, contenders):
         tree = mine[-1].tree
         row = {"temperature": f"{temperature:g}", "method": name,
                "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting,
-               "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token()}
+               "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token(),
+               "tokens/s": mine.tokens_per_second()}
         rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in PEERS})
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
                  f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels", f"""`x
@@ -602,7 +603,7 @@ def draw_paces(args, report, measured):
     """Bars of tokens a second: measured on this machine, and predicted for an A100."""
     predicted = {temperature: predicted_paces(temperature) for temperature in measured}
     fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained", width_ratios=(7, 4))
-    titles = (f"Measured: {device_name(args.device)}", "PREDICTED, not measured: A100, 7B with 68M")
+    titles = (f"Measured: {device_name(args.device)}", "PREDICTED, for an A100, 7B with 68M")
     for axis, title, paces in zip(axes, titles, (measured, predicted)):
         for i, (temperature, found) in enumerate(paces.items()):
             heights, halves = zip(*found.values())
@@ -615,7 +616,7 @@ def draw_paces(args, report, measured):
         axis.set_xticks(np.arange(len(found)) + 0.2, words)
         axis.set_title(title, loc="left", fontsize=13)
     axes[0].set_ylabel("tokens a second")
-    axes[0].legend(frameon=False)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     report.say("`generate`, `assisted`, `lookup`: transformers' own. `one call`: door 1, a Decoder for each "
                "prompt. `packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as "
                "computed by `predict`, a step one CUDA graph, `generate` the paper's.")

@@ -853,9 +853,9 @@ class Sampling:
         attributes = []
         for _ in range(2):
             chances.append(self.scores(logits, [text]).softmax(dim=1))
-            # Also those of attributes that are objects.
-            values = [value for processor in self.processors for value in vars(processor).values()]
-            attributes.append(repr([getattr(value, "__dict__", None) or value for value in values]))
+            values = [value for one in self.processors for value in getattr(one, "__dict__", {}).values()]
+            # An attribute may be an object with attributes.
+            attributes.append(repr([(value, getattr(value, "__dict__", None)) for value in values]))
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
         if not alike or attributes[0] != attributes[1]:
@@ -910,8 +910,8 @@ class TreeStep:
         self.result = None           # where the graph writes what `program` returns
 
     def __call__(self, text, sampling, logits=None):
-        """One step after a text, (length,). The target has seen all but its last token, the root. A draft may
-        lack previous, too. logits: the target's for each node, (size, V), if known, as a prompt's pass gives
+        """One step after a text, (length,). The target has seen all before its last token, the root. A draft
+        may lack previous. logits: the target's for each node, (size, V), if known, as a prompt's pass gives
         the root's."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
@@ -1338,8 +1338,10 @@ class Decoder:
             inputs = None
         model = self.target.model
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
-        config = generation_config or model.generation_config
-        stop_strings = kwargs.get("stop_strings", config.stop_strings)
+        # What the call leaves open its configuration decides, and what that leaves open the model's.
+        stop_strings = kwargs.get("stop_strings")
+        for config in (generation_config, model.generation_config):
+            stop_strings = stop_strings or getattr(config, "stop_strings", None)
         if stop_strings:
             if tokenizer is None:
                 raise ValueError("stop_strings need tokenizer=, the tokenizer")
@@ -1605,7 +1607,7 @@ def pack(model):
     cached.feed(torch.arange(4), capacity=32)
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    # The first is traced. The second has more nodes and later slots, all at the context's last position.
+    # The first is traced. The second has more nodes and later slots, at the latest positions of the context.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
         placed = cached.place(layout, torch.tensor([base]), base + layout.tree.size)
         positions = (placed.positions + ahead).clamp(max=cached.context - 1)
@@ -1613,6 +1615,8 @@ def pack(model):
         examples.append(cached.inputs(torch.arange(7, 23), layout.nodes[:nodes], placed))
 
     def outputs(forward):
+        # What a pass reads it has written itself: a trace might have lost that.
+        cached.store.zero_()
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(cached.forward))

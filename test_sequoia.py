@@ -849,9 +849,8 @@ def test_greedy_equals_plain_generate(name):
     assert len(out[0, 30:].unique()) >= 20 and len(later) >= 2 and len(accepted) >= 20
     assert sum(step.path == [] for step in steps) >= 1 and sum(len(step.path) > 1 for step in steps) >= 4
     target, draft = make_pair(name, difference=0.05)
-    cache = target(prompt_of(5)).past_key_values
-    entries = [entry for layer in cache.layers for entry in (layer.keys, layer.values)]
-    assert len({entry.shape for entry in entries}) == 1 + (name in TWO_SHAPES)
+    layers = target(prompt_of(5)).past_key_values.layers
+    assert len({x.shape for one in layers for x in (one.keys, one.values)}) == 1 + (name in TWO_SHAPES)
     for tree in (NO_TREE, (16, 5), sequences(3, 4)):
         steps = []
         decoder = Decoder(target, draft, tree, on_step=steps.append)
@@ -1276,9 +1275,11 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     arguments = dict(max_new_tokens=40, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
     out = sequoia.generate(target, ids, assistant_model=draft, tree=(16, 5), **arguments)
     assert torch.equal(out, plain.generate(ids, **arguments)) and out.shape[1] < ids.shape[1] + 40
-    config = transformers.GenerationConfig(max_new_tokens=40, stop_strings="\n")
-    out = sequoia.generate(target, ids, config, assistant_model=draft, tokenizer=tokenizer)
-    assert out.equal(plain.generate(ids, **arguments))
+    for of_model, of_call in (("\n", None), (None, "\n")):
+        target.generation_config.stop_strings = of_model
+        config = transformers.GenerationConfig(max_new_tokens=40, stop_strings=of_call)
+        out = sequoia.generate(target, ids, config, assistant_model=draft, tokenizer=tokenizer)
+        assert out.equal(plain.generate(ids, **arguments))
     never = dict(arguments, stop_strings="\0\0", stopping_criteria=[at_17])
     assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
     arguments["stopping_criteria"] = [transformers.StopStringCriteria(tokenizer, "\0\0")]
