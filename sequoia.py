@@ -1241,8 +1241,11 @@ def is_foreign(function):
 
 def tree_shape(tree):
     """A Tree, (size, depth) or "auto", from one of these, "SIZExDEPTH" or "none"."""
-    if isinstance(tree, Tree) or tree == "auto":
+    if tree == "auto":
         return tree
+    # A Tree may come from a copy of this file, as transformers makes one of a folder's.
+    if hasattr(tree, "parents"):
+        return Tree(tree.parents)
     if tree == "none":
         return NO_TREE
     shape = tree

@@ -1739,7 +1739,7 @@ def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_p
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
     one, batch = (tokenizer(texts, return_tensors="pt", padding=True)
                   for texts in (["import os\n"], ["import os\n", "class Point:\n    def"]))
-    ours = dict(custom_generate=str(tmp_path), trust_remote_code=True, assistant_model=draft, tree=(8, 4))
+    ours = dict(custom_generate=str(tmp_path), trust_remote_code=True, assistant_model=draft, tree=chain(3))
     for given in (one, one | dict(stop_strings=["("], tokenizer=tokenizer), batch):
         given = given | dict(max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         streamed = []
