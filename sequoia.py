@@ -200,7 +200,7 @@ class BestTrees:
 
         self.with_children[d][b][row, n]        self.G[d][row, n], the maximum over b
 
-    Nothing is possible on 0 levels. The lists end where one more level changes nothing: then none does."""
+    Nothing is possible on 0 levels. The lists end where one more level changes nothing, as then none does."""
 
     def __init__(self, acceptance_rates, size, depth):
         # Subtle: 0 times a G(m) of -inf, for what is impossible, would be NaN.
@@ -594,8 +594,8 @@ class CachedModel:
         ids = text.clamp(max=self.vocabulary - 1)[None]
         output = self.model(input_ids=ids, past_key_values=prefill, use_cache=True, logits_to_keep=last)
         fed = [entry[0] for layer in prefill.layers for entry in (layer.keys, layer.values)]
-        heads, width = (max(entry.shape[dim] for entry in fed) for dim in (0, 2))
         if not len(self.store):
+            heads, width = (max(entry.shape[dim] for entry in fed) for dim in (0, 2))
             self.store = fed[0].new_zeros(len(fed), heads, 0, width)
         self.grow(capacity)
         # A NaN that an earlier text left would show through any mask.
