@@ -832,6 +832,7 @@ class Sampling:
         self.row = row               # of a batch of so many rows
         self.rows = rows
         self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
+        self.attributes = set()      # of the processors, as `check_memory` has seen them
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
         # A plan is valid for these alone, and so is a recorded step. Processors that read the text are left
         # out: no step is recorded with them, and a plan stays when they change.
@@ -847,20 +848,20 @@ class Sampling:
         return self.processed(None, scores, draft)
 
     def check_memory(self, logits, text):
-        """Raises ValueError for processors that a second call after a text, logits (1, V), finds changed.
-        What counts its calls, or follows the text by itself, would count and follow a tree's nodes."""
+        """Raises ValueError if processors have changed since the last text, or if a second call after this
+        one, with any logits, (1, V), changes them or their scores. What counts its calls, or follows the text
+        by itself, would count and follow a tree's nodes."""
         chances = []
-        attributes = []
         for _ in range(2):
             chances.append(self.scores(logits, [text]).softmax(dim=1))
             values = [value for one in self.processors for value in getattr(one, "__dict__", {}).values()]
             # An attribute may be an object with attributes.
-            attributes.append(repr([(value, getattr(value, "__dict__", None)) for value in values]))
+            self.attributes.add(repr([(value, getattr(value, "__dict__", None)) for value in values]))
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
-        if not alike or attributes[0] != attributes[1]:
-            raise ValueError(f"unable to do a logits processor with a memory: called twice after one text, "
-                             f"one gives other scores, or changes its attributes: {self.processors}")
+        if not alike or len(self.attributes) > 1:
+            raise ValueError(f"unable to do a logits processor with a memory: from call to call one gives "
+                             f"other scores, or changes its attributes: {names_of(self.processors)}")
 
     def processed_after(self, text, scores, draft):
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
@@ -877,6 +878,9 @@ class Sampling:
                 shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
             scores = shaped
         return scores
+
+def names_of(objects):
+    return [type(one).__name__ for one in objects]
 
 def of_row(processor, row):
     """A processor for one row of a batch: a grammar is told that row's number for all copies of its text."""
@@ -904,7 +908,8 @@ class TreeStep:
         self.base = torch.zeros_like(seed)
         # The nodes' tokens, then that of previous.
         self.tokens = seed.new_zeros(tree.size + 1)
-        self.q = torch.zeros(tree.size, vocabulary, dtype=torch.float32, device=seed.device)
+        # What target and draft say after each node, as scores. Not all of the target's are asked for.
+        self.p, self.q = torch.zeros(2, tree.size, vocabulary, dtype=torch.float32, device=seed.device)
         self.calls = 0
         self.graph = None
         self.result = None           # where the graph writes what `program` returns
@@ -959,7 +964,9 @@ class TreeStep:
             """A model's scores after these nodes, an index of them, (nodes, V)."""
             # After the text up to the root come the nodes from the root to this one.
             texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node]]]) for node in nodes)
-            scores = sampling.scores(logits, texts, draft)
+            return sampling.scores(logits, texts, draft)
+
+        def noisy(scores, nodes):
             return scores + noise[nodes] if method.shared_noise else scores
 
         # 1. The tree takes its place behind the text.
@@ -973,14 +980,17 @@ class TreeStep:
             guesses = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
             q = scores(resized(guesses, vocabulary), level.expanded, draft=True)            # (expanded, V)
             self.q[level.expanded] = q
+            proposed = method.propose(noisy(q, level.expanded), level.children.shape[1], self.generator)
             # Proposals beyond a node's children go to NONE, previous's entry, which is not read any more.
-            tokens[level.children] = method.propose(q, level.children.shape[1], self.generator)
+            tokens[level.children] = proposed
         # 3. The target scores it in one pass.
         if logits is None:
             logits = self.target.logits(tokens, slice(size), placed[0])                 # (size, V)
         # 4. Verification finds the path to keep and the token after it.
         def target(nodes):
-            return method.begin(scores(logits[nodes], nodes), self.generator)
+            p = scores(logits[nodes], nodes)
+            self.p[nodes] = p
+            return method.begin(noisy(p, nodes), self.generator)
 
         if self.static:
             # Of all nodes at once. Else only of those that are asked for.
@@ -1188,7 +1198,7 @@ UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids
           "output_hidden_states", "output_logits", "output_scores", "penalty_alpha",
           "prompt_lookup_num_tokens", "token_healing", "use_mtp")
 # What `generate` itself hands over.
-PREPARED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+PREPARED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "streamer", "use_cache")
 # Criteria that look at each row of a batch by itself.
 BY_ROW = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria,
           transformers.StopStringCriteria)
@@ -1262,6 +1272,7 @@ class Report(NamedTuple):
     steps: int               # the passes of the target that yielded them, that over the prompt included
     seconds: float           # of the whole call
     tree: Tree               # the planner's last choice
+    used: int                # how many of the steps had this tree
     speedup: float | None    # achieved after the prompt, in times the speed of no tree, once one is planned
 
     def __str__(self):
@@ -1273,7 +1284,7 @@ class Report(NamedTuple):
             verdict = f"about {self.speedup:.1f} times the speed of no tree"
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
                 f"{self.tokens / self.steps:.2f} tokens a step, {self.tokens / self.seconds:.1f} a second; "
-                f"tree {self.tree.size}x{self.tree.depth}: {verdict}")
+                f"tree {self.tree.size}x{self.tree.depth} in {self.used} steps: {verdict}")
 
 class Decoder:
     """Decodes with a target and a draft, behind transformers' generate:
@@ -1356,12 +1367,12 @@ class Decoder:
                               custom_generate=partial(self, streamer=streamer), **kwargs)
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
-                 streamer=None, **arguments):
+                 **arguments):
         """What `generate` calls: (rows, length) ids -> (rows, longer), row by row, padded where a row has
         ended; a time limit is for all rows together. With return_dict_in_generate these are `sequences`, and
         there is no cache beside them. Stopping criteria are checked after every token. Processors must be
         functions of a row's ids and scores. With a draft or in a batch those that read the text are called
-        twice more after the prompt, which shows most that have a memory. Raises ValueError for NaN logits and
+        twice more after each step, which shows most that have a memory. Raises ValueError for NaN logits and
         requests that this cannot do, RuntimeError while it decodes another text."""
         if not self.in_use.acquire(blocking=False):
             raise RuntimeError("this Decoder is in use: one text at a time")
@@ -1371,6 +1382,7 @@ class Decoder:
             mask = arguments.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
             self.check(model, ids, mask, logits_processor, stopping_criteria, generation_config, arguments)
+            streamer = arguments.get("streamer")
             stream = streamer.put if streamer else (lambda ids: None)
             stream(ids.cpu())
             method = self.method if generation_config.do_sample else GREEDY
@@ -1383,7 +1395,9 @@ class Decoder:
             if streamer:
                 streamer.end()
             tokens = sum(map(len, rows)) - ids.numel()
-            self.report = Report(tokens, len(steps), time.perf_counter() - begun, self.planner.tree,
+            tree = self.planner.tree
+            used = sum(step.tree == tree for step in steps)
+            self.report = Report(tokens, len(steps), time.perf_counter() - begun, tree, used,
                                  self.planner.speedup_of(steps))
         finally:
             self.in_use.release()
@@ -1436,6 +1450,7 @@ class Decoder:
             # Without an EOS token `generate` lets a row that a criterion has ended go on to the others' end.
             by_row = BY_ROW if any(hasattr(one, "eos_token_id") for one in criteria) else BY_ROW[:2]
             unable |= {f"{type(one).__name__} in a batch": type(one) not in by_row for one in criteria}
+            unable["a streamer in a batch"] = arguments.get("streamer")
         unable = sorted(name for name, found in unable.items() if found)
         if unable:
             raise ValueError(f"unable to do {', '.join(unable)}")
@@ -1460,7 +1475,9 @@ class Decoder:
             self.seed.random_(generator=self.generator)
         self.make_room(len(text))
         logits = self.target.feed(text, self.capacity, PROBED)
-        if sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1):
+        # Without a draft a single row's processors are called as `generate` calls them.
+        checks_memory = sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1)
+        if checks_memory:
             sampling.check_memory(logits[-1:], text)
         # The prompt's pass has scored the root. What is left is to draw, for which no pass is needed.
         first = TreeStep(NO_TREE, self.target, self.draft, logits.shape[1], self.seed, self.generator,
@@ -1484,6 +1501,9 @@ class Decoder:
             # A step without a tree does not feed the draft.
             draft_is_fed = tree.depth > 1
             step = tree_step(text, sampling)
+            if checks_memory:
+                # Before the step's tokens are known outside.
+                sampling.check_memory(logits[-1:], torch.cat([text, text.new_tensor(step.tokens)]))
             if self.sharded:
                 # All ranks plan by rank 0's clock.
                 seconds = [step.seconds]
@@ -1601,10 +1621,10 @@ def pack(model):
     A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths
     too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
     embeddings' angles, is decided for good. So a trace is given up unless bit-equal on other inputs."""
+    check_fit(model)
     unfit = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys() or model.device.type != "cpu"
     if unfit or model.dtype not in packable_dtypes():
         return model
-    check_fit(model)
     cached = CachedModel(model)
     model.requires_grad_(False)
     cached.feed(torch.arange(4), capacity=32)
@@ -1779,7 +1799,7 @@ def decode_prompt(args):
     generator = torch.Generator(args.device).manual_seed(args.seed)
     decoder = Decoder(target, draft, args.tree, args.method, generator)
     if args.explain:
-        decoder.on_step = partial(explain, decoder, tokenizer, ids[0].tolist())
+        decoder.on_step = partial(explain, decoder, tokenizer)
     streamer = None if args.explain or RANK else transformers.TextStreamer(tokenizer)
     out = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0,
@@ -1789,25 +1809,25 @@ def decode_prompt(args):
         if args.explain:
             print(tokenizer.decode(out[0]))
         how = f"{args.method}, seed {args.seed}" if args.temperature else "greedy"
-        processors = [type(one).__name__ for one in decoder.sampling.processors]
         print(f"\n{decoder.report}\nmethod {how}, temperature {args.temperature:g}, "
-              f"{target.dtype} on {args.device}, logits processors: {processors}", file=sys.stderr)
+              f"{target.dtype} on {args.device}, logits processors: "
+              f"{names_of(decoder.sampling.processors)}", file=sys.stderr)
     if RANKS > 1:
         torch.distributed.destroy_process_group()
 
-def tried_children(decoder, text, step):
-    """Each child that a walk would try, in order, and what draft and target give its token; with the method
-    sequoia what rejections had left of that: it was accepted with the chance target / draft. text: the tokens
-    before the step, a list."""
+def tried_children(decoder, step):
+    """Each child that a walk would have tried in a Decoder's last step, in order, and what draft and target
+    gave its token; with the method sequoia what rejections had left of that: it was accepted with the chance
+    target / draft."""
     for node in (0, *step.path):
-        children = [child for child in step.tree.children[node] if step.node_tokens[child] >= 0]
-        if not children:
-            continue
-        ids = [*text[:-1], *(step.node_tokens[i] for i in step.tree.mask[node].nonzero())]
-        p, q = (scores_after(decoder, model, ids) for model in (decoder.target, decoder.draft))
-        R = p.softmax(dim=0)
-        for child in children:
+        if not step.tree.children[node]:
+            break
+        R = decoder.tree_step.p[node].softmax(dim=0)
+        q = decoder.tree_step.q[node]
+        for child in step.tree.children[node]:
             token = step.node_tokens[child]
+            if token < 0:
+                break
             D = q.softmax(dim=0)
             yield child, D[token], R[token]
             if child in step.path:
@@ -1815,21 +1835,13 @@ def tried_children(decoder, text, step):
             if decoder.sampling.method == METHODS["sequoia"]:
                 R = (R - D).clamp(min=0)
                 R = R / R.sum()
-                q[token] = RULED_OUT
+                q = q.index_fill(0, decoder.seed.new_tensor(token), RULED_OUT)
 
-def scores_after(decoder, model, ids):
-    """A Decoder's model's scores for the token after others, (V,), by an ordinary pass."""
-    ids = decoder.seed.new_tensor([ids])
-    logits = model.model(ids.clamp(max=model.vocabulary - 1), logits_to_keep=1).logits[0]
-    logits = resized(logits, decoder.target.vocabulary)
-    return decoder.sampling.scores(logits, ids, draft=model is decoder.draft)[0]
-
-def explain(decoder, tokenizer, text, step):
-    """Prints what a step did: its tree, and for each child that a walk would try what both models say of it.
-    text: the tokens before the step, a list, which grows."""
+def explain(decoder, tokenizer, step):
+    """Prints what a step did: its tree, and for each child that a walk would try what both models say."""
     words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
     reasons = "" if step.tree.size > 1 else "no tree: nothing is proposed\n"
-    for child, given, wanted in tried_children(decoder, text, step):
+    for child, given, wanted in tried_children(decoder, step):
         verdict = "accepted" if child in step.path else "rejected"
         reasons += f"'{words[child]}': draft {given:.3f}, target {wanted:.3f}: {verdict}\n"
     for node in (0, *step.path):
@@ -1837,7 +1849,6 @@ def explain(decoder, tokenizer, text, step):
     if not RANK:
         print(f"{step.tree.drawing(words)}\n{reasons}the target's own: {tokenizer.decode(step.token)!r}\n"
               f"adds {tokenizer.decode(step.tokens)!r}\n")
-    text += step.tokens
 
 def leave_busy_cores():
     """Takes no more threads than there are cores on which no other process computes, where the system tells:
