@@ -492,15 +492,16 @@ class Ours:
 class Theirs:
     """One of transformers' own ways to decode; assistant: the settings of assisted generation."""
 
-    def __init__(self, pair, temperature, assistant=(), **kwargs):
-        self.pair, self.temperature = pair, temperature
+    def __init__(self, pair, temperature, assistant=(), packed=False, **kwargs):
+        self.target, self.draft = pair.fast if packed else (pair.target, pair.draft)
+        self.temperature = temperature
         self.assistant = dict(assistant)
-        self.kwargs = {**kwargs, "assistant_model": pair.draft} if assistant else kwargs
+        self.kwargs = {**kwargs, "assistant_model": self.draft} if assistant else kwargs
 
     def __call__(self, prompt, new_tokens):
         for name, value in self.assistant.items():
-            setattr(self.pair.draft.generation_config, name, value)
-        target = self.pair.target
+            setattr(self.draft.generation_config, name, value)
+        target = self.target
         passes = []
         how = request(prompt, self.temperature, new_tokens)
         with target.register_forward_hook(lambda *_: passes.append(1)):
@@ -526,7 +527,7 @@ def interleave(contenders, prompts, args, label):
 ASSISTED = ((5, "constant", 0.4), (2, "heuristic", 0.4))
 LOOKUP = (4, 10)
 SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
-PEERS = ("generate", "assisted", "plain", "specinfer")
+PEERS = ("generate", "assisted", "assisted, packed", "plain", "specinfer")
 # Whom the picture shows, and its words for them.
 BARS = {"generate": "generate", "assisted": "assisted", "lookup": "prompt\nlookup",
         "door 1": "one call:\nsequoia", "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer",
@@ -551,8 +552,9 @@ def contenders_for(pair, temperature, args):
     peer = functools.partial(Theirs, pair, temperature)
     taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(NO_TREE)}
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    for setting in ASSISTED:
-        taking_part["assisted", " ".join(map(str, setting))] = peer(assistant=zip(names, setting))
+    for name, setting in itertools.product(("assisted", "assisted, packed"), ASSISTED):
+        words = " ".join(map(str, setting))
+        taking_part[name, words] = peer(assistant=zip(names, setting), packed="packed" in name)
     # A synthetic text is noise, of which nothing can be looked up.
     for n in () if args.synthetic else LOOKUP:
         taking_part["lookup", f"{n} tokens"] = peer(prompt_lookup_num_tokens=n)
@@ -595,7 +597,7 @@ def predicted_paces(temperature):
     def pace(tree):
         return Estimate(expected_tokens(tree, rates) / latency.of_step(tree.size, tree.depth))
 
-    return {"generate": Estimate(1 / (32 * LAUNCH)), "plain": Estimate(1 / latency.t[0]),
+    return {"plain": Estimate(1 / latency.t[0]),
             "specinfer": max(pace(sequences(*shape)) for shape in SPECINFER),
             "sequoia": pace(sequoia.plan(rates, latency).tree)}
 
@@ -619,7 +621,7 @@ def draw_paces(args, report, measured):
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     report.say("`generate`, `assisted`, `lookup`: transformers' own. `one call`: door 1, a Decoder for each "
                "prompt. `packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as "
-               "computed by `predict`, a step one CUDA graph, `generate` the paper's.")
+               "computed by `predict`, a step one CUDA graph.")
     report.picture("speed", fig)
 
 # --- 7  speed --synthetic: large models' shapes, the paper's tokens per step, weights made on the spot ------
