@@ -833,7 +833,7 @@ def draw_rejections(axis, rows):
 # step the draft grows the tree, and what the method would yield of it is not drawn but computed.
 
 def expected_yield(method, layout, tokens, p, q):
-    """The tokens that a step yields on average, given its proposals, tokens (size,), and scores (size, V)."""
+    """The tokens that a step yields on average, given its tokens, (size + 1,), and scores (size, V)."""
     tree = layout.tree
     P = verified(method, p)
     if method.leaves_first:

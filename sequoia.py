@@ -52,10 +52,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers import PrefixConstrainedLogitsProcessor
 
+# As an index NONE is the last entry: what is read or written there has one more than there are nodes.
 NONE = -1
 
 # --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
-# Trees of the same parents are equal, and have the same hash. Their attributes are never changed.
+# Trees of the same parents are equal, and have the same hash: they are keys of dictionaries. Their attributes
+# are never changed.
 @dataclass(unsafe_hash=True)
 class Tree:
     """The shape of a token tree: for each node, the index of its parent.
@@ -126,10 +128,10 @@ class Tree:
         margin += " " * len(text)
         for child in self.children[node]:
             last = child == self.children[node][-1]
-            if self.ranks[child] == 0:
-                text += "───" if last else "─┬─"
-            else:
+            if self.ranks[child]:
                 text += "\n" + margin + (" └─" if last else " ├─")
+            else:
+                text += "───" if last else "─┬─"
             text += self.drawing(labels, child, margin + ("   " if last else " │ "))
         return text
 
@@ -158,11 +160,10 @@ def expected_tokens(tree, acceptance_rates):
     Why a sum: a step yields a token for each accepted node, and the target's own, for which the root counts.
     An expected count is the sum of the chances, however they depend on one another. Why products: a node is
     accepted after all its ancestors, at a rate taken to be the same whichever those are (Definition 3.1)."""
-    rates = _check_rates(acceptance_rates)
+    rates = checked_rates(acceptance_rates)
     chance = [1.0]
-    for node, parent in enumerate(tree.parents[1:], start=1):
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:]):
         level = min(tree.depths[parent], len(rates) - 1)
-        rank = tree.ranks[node]
         chance.append(chance[parent] * rates[level, rank] if rank < rates.shape[1] else 0.0)
     return float(sum(chance))
 
@@ -181,8 +182,6 @@ def optimal_tree(acceptance_rates, size, depth=None):
     >>> optimal_tree([0.6, 0.2, 0.1], size=5).paths()
     [(0,), (1,), (0, 0), (0, 0, 0)]"""
     depth = size if depth is None else depth
-    if min(size, depth) < 1:
-        raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     return BestTrees(acceptance_rates, size, depth).tree(size, depth)
 
 class BestTrees:
@@ -195,28 +194,30 @@ class BestTrees:
         with_children[b][n] = max over m of  with_children[b - 1][n - m] + rate_b G(m)
 
     where with_children[0] is the root alone: 1 for n = 1, else impossible, -inf. G(m) is the most over all b,
-    on one level less. This is done for d = 1, 2, ... levels, and for each row of rates: d b n^2 additions a
-    row. A root on level i has row i's rates, and its children the next row's, or again the last.
+    on one level less. A root on level i has row i's rates, and its children the next row's, or again the
+    last. So this is done for 1, 2, ... levels, and for each row: size^2 additions for each of its rates.
 
         self.with_children[d][b][row, n]        self.G[d][row, n], the maximum over b
 
     Nothing is possible on 0 levels. The lists end where one more level changes nothing, as then none does."""
 
     def __init__(self, acceptance_rates, size, depth):
+        if min(size, depth) < 1:
+            raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
         # Subtle: 0 times a G(m) of -inf, for what is impossible, would be NaN.
-        self.rates = _check_rates(acceptance_rates).clip(1e-99)[:, : size - 1]              # (rows, ranks)
+        self.rates = checked_rates(acceptance_rates).clip(1e-99)                            # (rows, ranks)
         impossible = np.full((len(self.rates), size + 1), -np.inf)
         alone = impossible.copy()
         alone[:, 1] = 1
         self.with_children = [[impossible], [alone]]
         self.G = [impossible, alone]
         # All m are weighed at once. padded is `size` entries of -inf, then a table. fewer is a view of it:
-        # fewer[row, n, j] is the table's entry for n - m nodes, where m = size - j, so for m = size, ..., 0.
+        # fewer[row, n, m] is the table's entry for n - m nodes, and -inf where m > n.
         padded = np.full((len(alone), 2 * size + 1), -np.inf)
-        fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)
+        fewer = np.lib.stride_tricks.sliding_window_view(padded, size + 1, axis=1)[:, :, ::-1]
         below = [*range(1, len(alone)), -1]                         # the children's row, by their parent's
         while len(self.G) <= depth:
-            G = self.G[-1][below][:, None, ::-1]                    # as m falls, (rows, 1, size + 1)
+            G = self.G[-1][below][:, None]                          # (rows, 1, size + 1)
             tables = [alone]
             for rate in self.rates.T:
                 padded[:, size:] = tables[-1]
@@ -235,29 +236,25 @@ class BestTrees:
     def tree(self, size, depth):
         """See `optimal_tree`."""
         depth = min(depth, len(self.G) - 1)
-        possible = np.isfinite(self.G[depth][0]).nonzero()[0]
-        if size not in possible:
-            raise ValueError(f"no such tree has {size} nodes: the largest has {possible.max()}")
-        parents = [NONE]
-        nodes = [(0, size)]          # each node's level and its subtree's size; grows while it is read
+        largest = np.isfinite(self.G[depth][0]).sum()
+        if size > largest:
+            raise ValueError(f"no such tree has {size} nodes: the largest has {largest}")
+        # Each node's parent, its level and its subtree's size. The list grows while it is read.
+        nodes = [(NONE, 0, size)]
         last = len(self.rates) - 1
-        for node, (level, n) in enumerate(nodes):
+        for node, (_, level, n) in enumerate(nodes):
             row = min(level, last)
             tables = [table[row] for table in self.with_children[depth - level]]
             G = self.G[depth - level - 1][min(level + 1, last)]
-            sizes = []
-            # The recursion backwards, from the last child to the first.
+            eldest = len(nodes)
+            # The recursion backwards, from the last child to the first, which comes before the others.
             for b in range(np.argmax([table[n] for table in tables]), 0, -1):
-                fewer = tables[b - 1]
-                rate = self.rates[row, b - 1]
-                m = 1 + int(np.argmax(fewer[n - 1 : 0 : -1] + rate * G[1:n]))
-                sizes.insert(0, m)
+                m = 1 + np.argmax(tables[b - 1][n - 1 : 0 : -1] + self.rates[row, b - 1] * G[1:n])
+                nodes.insert(eldest, (node, level + 1, m))
                 n -= m
-            nodes += [(level + 1, m) for m in sizes]
-            parents += [node] * len(sizes)
-        return Tree(parents)
+        return Tree(parent for parent, _, _ in nodes)
 
-def _check_rates(acceptance_rates):
+def checked_rates(acceptance_rates):
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     if not ((rates >= 0).all() and rates.sum(axis=1).max() < 1 + 1e-6):
         raise ValueError(f"acceptance_rates must be from 0 to 1, on each level at most 1 in sum; got {rates}")
@@ -495,9 +492,9 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 # the tokens before it fill the first slots. `base` is the root's slot, and its position in the text. Node i
 # stands in slot base + i, at position base + its depth: siblings share a position, never a slot.
 #
-# With the root the draft is fed the token before it, called previous, whose slot is base - 1. After a step
-# that is the last node that was accepted, or the old root. The draft is not fed leaves. If previous was one,
-# the draft lacks its entry, and writes it now. If not, it writes the same entry again. The target lacks none.
+# With the root the draft is fed the token before it, called previous, in slot base - 1: the node that was
+# accepted last, or the old root. If it was a leaf, the draft has not been fed it, and writes its entry now.
+# Else it writes the same entry again. The target has been fed all nodes.
 #
 # A tree of four nodes: 1 and 2 are the root's children, 3 is below 1. x marks what the mask shows to each:
 # the text, its ancestors and itself. Then node 2 is accepted, and the entries move:
@@ -518,7 +515,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 class Level(NamedTuple):
     """What growing one level takes. On the right, for the four nodes above: levels 0 and 1."""
     expanded: Tensor     # (expanded,) its nodes that have children                    [0]        [1]
-    fed: Tensor          # what the draft is fed: those, with the root also previous   [4, 0]     [1]
+    fed: Tensor          # what the draft is fed: those; before the root also previous [4, 0]     [1]
     children: Tensor     # (expanded, width) each one's, then NONE                     [[1, 2]]   [[3]]
 
 class Layout:
@@ -528,7 +525,6 @@ class Layout:
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device, dtype=torch.long)
-        padded = partial(pad_sequence, batch_first=True)
         size = tree.size
         self.tree = tree
         self.nodes = tensor(range(size))
@@ -537,18 +533,19 @@ class Layout:
         # Which nodes each may attend to: previous to none, as its own slot counts as text.
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)                                 # (size + 1, size)
         # Each node's children in rank order, then NONE.
-        self.children = padded([tensor(row) for row in (*tree.children, ())], padding_value=NONE)
+        self.children = pad_sequence([tensor(row) for row in (*tree.children, ())], True, NONE)
         self.levels = []
         for depth in range(tree.depth - 1):
             expanded = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
-            width = max(len(tree.children[node]) for node in expanded)
             fed = expanded if depth else [size, 0]
-            self.levels.append(Level(tensor(expanded), tensor(fed), self.children[expanded, :width]))
+            children = pad_sequence([tensor(tree.children[node]) for node in expanded], True, NONE)
+            self.levels.append(Level(tensor(expanded), tensor(fed), children))
         # Each node after all that is below it: sorted by its path and `size`, which is above any rank.
         path = [(), *tree.paths()]
         self.children_first = tensor(sorted(range(size), key=lambda node: (*path[node], size)))
         # From the root to each node, then zeros: with them `move` copies the root's entry to free slots.
-        self.paths = padded([row.nonzero()[:, 0] for row in tree.mask]).to(device)      # (size, depth)
+        paths = [row.nonzero()[:, 0] for row in tree.mask]
+        self.paths = pad_sequence(paths, True).to(device)                               # (size, depth)
 
 class Placed(NamedTuple):
     """Where a tree stands in a model's cache."""
@@ -579,15 +576,16 @@ class CachedModel:
 
     def __init__(self, model):
         self.model = model
-        self.windows = attention_windows(model)
-        self.context = context_of(model)
+        config = model.config.get_text_config(decoder=True)
+        self.windows = attention_windows(config)
+        self.context = context_of(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         # Each layer's keys, then its values, in one tensor, for one operation to move them all:
         # (2 * layers, most heads, capacity, widest head_dim).
         self.store = torch.empty(0, 0, 0, 0)
 
-    def feed(self, text, capacity, last=1):
-        """Feeds a text, (length,), by the model's ordinary pass, with room for `capacity` tokens. The logits
+    def feed(self, text, last=1):
+        """Feeds a text, (length,), by the model's ordinary pass. There must be room, see `grow`. The logits
         after its last tokens, so many or all, (up to last, V)."""
         prefill = transformers.DynamicCache()
         # A draft's vocabulary may be padded to a shorter length than its target's.
@@ -596,8 +594,7 @@ class CachedModel:
         fed = [entry[0] for layer in prefill.layers for entry in (layer.keys, layer.values)]
         if not len(self.store):
             heads, width = (max(entry.shape[dim] for entry in fed) for dim in (0, 2))
-            self.store = fed[0].new_zeros(len(fed), heads, 0, width)
-        self.grow(capacity)
+            self.store = fed[0].new_zeros(len(fed), heads, self.store.shape[2], width)
         # A NaN that an earlier text left would show through any mask.
         self.store.zero_()
         for stored, entry in zip(self.store, fed):
@@ -620,13 +617,13 @@ class CachedModel:
         masks = []
         for window in self.windows.values():
             # All are shown the text, and of the tree what its mask says.
-            seen = (all_slots < base).expand(len(slots), -1).clone()                    # (size + 1, visible)
+            seen = (all_slots < base).repeat(len(slots), 1)                             # (size + 1, visible)
             seen[:, slots[:-1]] = layout.mask
             if window:
                 # The text's positions are its slots. Those of free slots do not matter: they are not seen.
                 all_positions = all_slots.index_copy(0, slots[:-1], positions[:-1])
                 seen &= positions[:, None] - all_positions < window
-            masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store.dtype)[None, None])
+            masks.append(torch.where(seen, 0.0, RULED_OUT).to(self.store)[None, None])
         # Nodes beyond the context share its last position: a target's text ends there, a draft only guesses.
         return Placed(slots, positions.clamp(max=self.context - 1), masks)
 
@@ -639,32 +636,29 @@ class CachedModel:
         # A child that does not exist is -1.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         masks = [mask[:, :, nodes] for mask in placed.masks]
-        return ids, placed.positions[None, nodes], placed.slots[nodes], *masks, self.store
+        return ids, placed.positions[None, nodes], placed.slots[nodes], self.store, *masks
 
-    def forward(self, ids, positions, slots, *masks_and_store):
+    def forward(self, ids, positions, slots, store, *masks):
         """The pass as a function of tensors alone, so that it can be traced."""
-        *masks, store = masks_and_store
         cache = PassCache(store, slots, visible=masks[0].shape[-1])
         mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
         return self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache,
                           use_cache=True).logits[0]
 
     def move(self, path, placed):
-        """Copies these nodes' entries, (depth,), aside, then to the tree's first slots, in all layers."""
+        """Copies these nodes' entries, (nodes,), aside, then to the tree's first slots, in all layers."""
         self.store.index_copy_(2, placed.slots[: len(path)], self.store.index_select(2, placed.slots[path]))
 
-def attention_windows(model):
+def attention_windows(config):
     """Each kind of attention layer's window, or None."""
-    config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     # A model whose layers are all alike may name no kind.
     kinds = getattr(config, "layer_types", None) or ["every layer"]
     return {kind: None if kind == "full_attention" else window for kind in kinds}
 
-def context_of(model):
+def context_of(config):
     """The most tokens that a model can be fed. Past its short length longrope rotates all earlier keys anew,
     for which transformers feeds the text again. A tree cannot: the short length is the context."""
-    config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
     for parameters in (rope, *rope.values()):
@@ -680,7 +674,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     finite (see `never_ruled_out`). say: see `verify_one_node`. What follows does the same for more methods,
     and faster. It is tested against this. Greedy decoding is the limit for scores divided by a temperature
     towards 0. Draft's scores that lie more than 700 below the highest must be equal, as `never_ruled_out`
-    makes them: in float64 they all are probability 0."""
+    makes those below -1000: in float64 they all are probability 0."""
     # 1. The draft grows the tree. Each node with children proposes them; their texts come in level order.
     texts = [text]
     drafts = []
@@ -695,34 +689,35 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     # of one node. So a random number for each level and rank is enough.
     u = uniform(torch.zeros(tree.depth, max(map(len, tree.children))), generator)
     node = 0
-    rank = 0
-    while rank != NONE:
+    while True:
         children = tree.children[node]
-        tokens = torch.tensor([int(texts[child][-1]) for child in children], dtype=torch.long)
+        tokens = torch.tensor([texts[child][-1] for child in children], dtype=torch.long)
         P = targets[node].softmax(dim=0)
         Q = drafts[node].softmax(dim=0)
         rank, R = verify_one_node(P, Q, tokens, u[tree.depths[node]], say)
-        node = children[rank] if rank != NONE else node
+        if rank == NONE:
+            break
+        node = children[rank]
     # 4. One more token comes from what rejections have left of the target.
     last = sample_without_replacement(R.log()[None], 1, generator)[0]
     say(f"token {int(last)} is drawn from R = {[round(p, 2) for p in R.tolist()]}")
     return torch.cat([texts[node][len(text) :], last])
 
 # Step 3, for a tree whose scores are tensors. Both `walk` and `traverse` return the path's last node and the
-# token that follows it, (1,) each. layout: section 5's. tokens: (size,). target: from an index of nodes to
-# what `method.begin` gives for them. q: the draft's scores, (size, V).
+# token that follows it, (1,) each. layout: section 5's. tokens: (size + 1,), the last NONE. target: from an
+# index of nodes to what `method.begin` gives for them. q: the draft's scores, (size, V). `traverse` never
+# branches, whether static or not.
 
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children. Then node, left and residual stay as they are."""
-    # A random number for each level and rank, as in `step_plainly`. `Matching` does not read its u, which has
-    # the same shape. So what a generator gives next, gumbel's next seed, does not depend on the tree.
+    # As in `step_plainly`, a random number for each level and rank. `Matching` draws none, so that gumbel's
+    # next seed does not depend on the tree: its u only has the shape.
     u = layout.children[: layout.tree.depth]
     if method.ratios:
         u = uniform(u, generator)
-    # The last entry is read at NONE. What does not exist is unlike NONE, which a target may draw.
-    tokens = pad(tokens, (0, 1), value=NONE)
-    tokens.masked_fill_(tokens < 0, NONE - 1)
+    # What does not exist is unlike NONE, which a target may draw.
+    tokens = tokens.masked_fill(tokens < 0, NONE - 1)
     # at is node, or NONE after a rejection. residual is what rejections of node's children leave of left.
     node = at = layout.nodes[:1]
     left = residual = target(node)
@@ -781,25 +776,22 @@ def traverse(method, layout, tokens, target, q, generator=None, static=False):
 def endings(method, layout, tokens, P, q):
     """For `traverse`: each node's chance to draw a token once its children have failed, (size,), and the
     residual from which it does, not normalised, (size, V)."""
-    # The last column is failure's. No draft proposes failure: weighing children takes nothing from it. The
-    # last row is written at NONE.
+    # A row of R is a node's target, over the tokens and, last, failure: at first the model's P', and once its
+    # children are weighed its residual. No draft proposes failure: weighing takes nothing from it. m is the
+    # chance above. Children that only pad a level, NONE, are written to an extra last row, which is dropped.
     R = pad(P, (0, 1, 0, 1))                                                            # (size + 1, V + 1)
     q = pad(q, (0, 1), value=RULED_OUT)
-    tokens = pad(tokens, (0, 1), value=NONE)
-    m = torch.ones_like(R[:, 0])
-    # A node's row of R is P', then its target, and once its children have been weighed its residual.
-    for level in layout.levels:
-        nodes, children = level.expanded, level.children
+    m = R.new_ones(len(R))
+    for nodes, _, children in layout.levels:
         ratios, R[nodes] = method.ratios(R[nodes], q[nodes], tokens[children])
         m[children] = ratios.clamp(max=1)
         R[children, :-1] *= m[children, None]
         R[children, -1] = 1 - m[children]
-    R, m = R[:-1], m[:-1]
     success = R[:, :-1].sum(dim=1)
     # Subtle: the quotient is exactly 1 for the root, and no small chance is rounded to 0. It is NaN where no
     # token is possible, for which the draw will give NONE, and where rounding leaves nothing.
     chance = success / (success + R[:, -1])
-    return torch.where(chance.isnan(), m, chance), R[:, :-1]
+    return torch.where(chance.isnan(), m, chance)[:-1], R[:-1, :-1]
 
 class Step(NamedTuple):
     """What one step did."""
@@ -813,6 +805,16 @@ class Step(NamedTuple):
     def tokens(self):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
+
+    def tried(self):
+        """Each child that a walk along the path would have tried, in order, as (parent, child)."""
+        for node in (0, *self.path):
+            for child in self.tree.children[node]:
+                if self.node_tokens[child] < 0:
+                    break
+                yield node, child
+                if child in self.path:
+                    break
 
 # Processors shape the draft too: a draft shaped like the target is accepted more. Any draft is lossless, if
 # the same scores propose and verify. The tokens that CUTS would take from a draft are lowered by FAR_BELOW:
@@ -831,9 +833,9 @@ class Sampling:
         self.padding = padding       # tokens before the text, for the processors alone
         self.row = row               # of a batch of so many rows
         self.rows = rows
-        self.reads_text = any(type(one) not in TEXT_FREE for one in processors)
-        self.attributes = set()      # of the processors, as `check_memory` has seen them
+        self.attributes = set()      # of the processors, as `check_memory` has seen them printed
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
+        self.reads_text = len(text_free) < len(processors)
         # A plan is valid for these alone, and so is a recorded step. Processors that read the text are left
         # out: no step is recorded with them, and a plan stays when they change.
         self.settings = (method, self.reads_text, text_free)
@@ -848,9 +850,9 @@ class Sampling:
         return self.processed(None, scores, draft)
 
     def check_memory(self, logits, text):
-        """Raises ValueError if processors have changed since the last text, or if a second call after this
-        one, with any logits, (1, V), changes them or their scores. What counts its calls, or follows the text
-        by itself, would count and follow a tree's nodes."""
+        """Raises ValueError if processors, as printed, have changed since the last text, or if a second call
+        after this one, with any logits, (1, V), changes them or their scores. What counts its calls, or
+        follows the text by itself, would count and follow a tree's nodes."""
         chances = []
         for _ in range(2):
             chances.append(self.scores(logits, [text]).softmax(dim=1))
@@ -867,8 +869,9 @@ class Sampling:
         # Below a child that does not exist nothing is used, and a processor may not know what to say.
         if (text < 0).any():
             return scores
-        text = torch.cat([text.new_tensor(self.padding, dtype=torch.long), text])
-        # Some processors know the rows of the batch that they were made for.
+        text = torch.cat([text.new_tensor(self.padding), text])
+        # Some processors know how many rows their batch has. They get so many copies of this text, and this
+        # row's answer is taken.
         return self.processed(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)[self.row, None]
 
     def processed(self, text, scores, draft):
@@ -908,7 +911,8 @@ class TreeStep:
         self.base = torch.zeros_like(seed)
         # The nodes' tokens, then that of previous.
         self.tokens = seed.new_zeros(tree.size + 1)
-        # What target and draft say after each node, as scores. Not all of the target's are asked for.
+        # What target and draft say after each node, as scores. Not all of the target's are asked for. p is
+        # kept for section 10's `tried_children`.
         self.p, self.q = torch.zeros(2, tree.size, vocabulary, dtype=torch.float32, device=seed.device)
         self.calls = 0
         self.graph = None
@@ -924,9 +928,9 @@ class TreeStep:
         # A text of one token has no previous. The root stands in its place, and is not used there.
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
-        # A first call on a GPU warms up, and if static, a second is recorded: their times say nothing.
+        # Not timed are a prompt's pass, a GPU's first call, which warms up, and if static the recorded one.
         usual = logits is None and self.calls > self.seed.is_cuda + self.static
-        if self.static and self.graph is None and self.calls > 1:
+        if self.static and self.calls == 2:
             self.record(text, sampling)
         if self.graph is None:
             result = self.program(text, sampling, logits)
@@ -966,37 +970,39 @@ class TreeStep:
             texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node]]]) for node in nodes)
             return sampling.scores(logits, texts, draft)
 
-        def noisy(scores, nodes):
-            return scores + noise[nodes] if method.shared_noise else scores
+        def noisy(p, nodes):
+            return p + noise[nodes] if method.shared_noise else p
 
         # 1. The tree takes its place behind the text.
         visible = self.target.store.shape[2] if self.static else len(text) - 1 + size
         placed = [model.place(layout, self.base, visible) for model in self.models]
         if method.shared_noise:
-            positions = self.base + torch.arange(layout.tree.depth, device=self.base.device)
+            positions = self.base + layout.nodes[: layout.tree.depth]
             noise = shared_noise(self.seed, positions, vocabulary)[layout.depths[:size]]        # (size, V)
         # 2. The draft grows it level by level: a pass over a level's parents proposes their children.
-        for level in layout.levels:
-            guesses = self.draft.logits(tokens, level.fed, placed[-1])[-len(level.expanded) :]
-            q = scores(resized(guesses, vocabulary), level.expanded, draft=True)            # (expanded, V)
-            self.q[level.expanded] = q
-            proposed = method.propose(noisy(q, level.expanded), level.children.shape[1], self.generator)
+        for expanded, fed, children in layout.levels:
+            guesses = self.draft.logits(tokens, fed, placed[-1])[-len(expanded) :]
+            missing = vocabulary - guesses.shape[1]
+            # A draft's vocabulary may be padded to another length than its target's. A negative one cuts off.
+            if missing:
+                guesses = pad(guesses, (0, missing), value=RULED_OUT)
+            q = self.q[expanded] = scores(guesses, expanded, draft=True)                # (expanded, V)
             # Proposals beyond a node's children go to NONE, previous's entry, which is not read any more.
-            tokens[level.children] = proposed
+            tokens[children] = method.propose(noisy(q, expanded), children.shape[1], self.generator)
+        tokens[-1].fill_(NONE)
         # 3. The target scores it in one pass.
         if logits is None:
             logits = self.target.logits(tokens, slice(size), placed[0])                 # (size, V)
         # 4. Verification finds the path to keep and the token after it.
         def target(nodes):
-            p = scores(logits[nodes], nodes)
-            self.p[nodes] = p
+            p = self.p[nodes] = scores(logits[nodes], nodes)
             return method.begin(noisy(p, nodes), self.generator)
 
         if self.static:
-            # Of all nodes at once. Else only of those that are asked for.
+            # Of all nodes at once, to be looked up. Else `walk` asks for one after the other.
             target = target(layout.nodes).__getitem__
         verify = traverse if method.leaves_first else walk
-        node, token = verify(method, layout, tokens[:-1], target, self.q, self.generator, self.static)
+        node, token = verify(method, layout, tokens, target, self.q, self.generator, self.static)
         # NaN would else pass for a rejection or a child that does not exist. The maximum of NaN is NaN.
         token = torch.where((self.q.max() + logits.max()).isnan(), NONE, token)
         # 5. The entries of the accepted nodes move up behind the text.
@@ -1005,15 +1011,9 @@ class TreeStep:
             model.move(path, place)
         return torch.cat([node, token, tokens[:-1]])
 
-def resized(logits, vocabulary):
-    """Logits over so many tokens: a draft's vocabulary may be padded to another length than its target's."""
-    missing = vocabulary - logits.shape[1]
-    # A negative number cuts off.
-    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
-
 # --- 7  The hardware-aware planner (section 4.1) ------------------------------------------------------------
 # How often a first, second, ... child is accepted when it is tried, before any evidence: a decent draft, a
-# power law in the rank. It is worth so many tries.
+# power law in the rank. It counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 33) ** 0.8
 PRIOR_TRIES = 4
 # The most nodes and levels of a planned tree, and children of a node in it.
@@ -1023,7 +1023,7 @@ FEW, MANY = 3, 60
 
 class Latency(NamedTuple):
     """Measured seconds: t(n) of a step without its draft passes, by tree size n; c of a draft pass."""
-    sizes: list
+    sizes: list      # rising, from 1 on
     t: list
     c: float
 
@@ -1044,7 +1044,7 @@ def plan(rates, latency):
     largest timed one and depths up to DEEPEST. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
     best_trees = BestTrees(rates, largest, DEEPEST)
-    tokens = best_trees.table(DEEPEST)[1:, 1:].clip(0)                                    # (largest, DEEPEST)
+    tokens = best_trees.table(DEEPEST)[1:, 1:]                                    # (largest, DEEPEST)
     n, d = np.mgrid[1 : largest + 1, 1 : DEEPEST + 1]
     seconds = latency.of_step(n, d)
     pace = tokens / seconds
@@ -1062,7 +1062,7 @@ def seconds_to_plan(size):
 
 class Planner:
     """Chooses the tree of each step, for all texts that are sampled alike. steps: counted over all of them.
-    tree: the last choice. plan: the last Plan. shape:
+    tree: the best so far; steps that try others leave it. plan: the last Plan. What it does with a shape:
 
     A Tree stays. For (size, depth) the best tree is found anew at steps 16, 32, 64, ..., by the acceptance
     rates known then. For "auto" three trees are tried first, FEW steps or more each, and timed. Then the best
@@ -1078,7 +1078,7 @@ class Planner:
         self.seconds = {}        # by tree: what the last steps with it took
         self.decoded = 0.0       # what all timed steps took
         self.steps = 0
-        self.due = 16            # the step from which on it plans
+        self.due = 16            # the step from which on it tries trees, and then plans
         self.plan = None
         self.tree = shape
         self.trials = []
@@ -1114,14 +1114,14 @@ class Planner:
         latency = self.latency()
         self.plan = plan(rates, latency)
         self.tree = self.plan.tree
-        # t(size) is a guess in two cases. More than half of the largest timed size, the best may lie beyond:
-        # double that is tried. Or the next timed size is more than 3 nodes and a third away: one halfway is.
         size = self.tree.size
-        larger = min([n for n in latency.sizes if n > size], default=size)
+        next_timed = min([n for n in latency.sizes if n > size], default=size)
+        # The best may lie beyond the timed sizes.
         if 2 * size > largest and largest < LARGEST:
-            trial = min(2 * largest, LARGEST)
-        elif larger > size + max(3, size // 3):
-            trial = (size + larger) // 2
+            trial = 2 * largest
+        # No size near it is timed: t(size) is a guess.
+        elif next_timed > size + max(3, size // 3):
+            trial = (size + next_timed) // 2
         else:
             self.due = 2 * self.steps
             # Each of the first three trees loses its oldest time, which may have been slow. Before the next
@@ -1135,7 +1135,7 @@ class Planner:
     def latency(self):
         """t(n) and c: a step with n nodes on d levels takes t(n) + (d - 1) c. The first and third trial have
         one size, and the third more levels, of which each takes c."""
-        branched, root, straight = self.trials[:3]
+        branched, _, straight = self.trials[:3]
         longer = noiseless(self.seconds[straight]) - noiseless(self.seconds[branched])
         c = max(0.0, longer / (straight.depth - branched.depth))
         without_draft = {}           # by size
@@ -1144,31 +1144,27 @@ class Planner:
         sizes = sorted(without_draft)
         # A pass over fewer tokens takes no longer, and one over a single token the least.
         shortest = np.minimum.accumulate([noiseless(without_draft[size]) for size in sizes[::-1]])[::-1]
-        return Latency(sizes, shortest.clip(noiseless(self.seconds[root])).tolist(), c)
+        return Latency(sizes, shortest.clip(noiseless(self.seconds[NO_TREE])).tolist(), c)
 
     def learn(self, step):
         """Learns from a step which children a walk to its end would have tried, and what steps take."""
         self.steps += 1
-        path = [0, *step.path]
-        for level, node in enumerate(path):
-            row = min(level, 1)
-            for rank, child in enumerate(step.tree.children[node][: len(self.prior)]):
-                if step.node_tokens[child] < 0:
-                    break
+        for node, child in step.tried():
+            row, rank = min(node, 1), step.tree.ranks[child]
+            if rank < len(self.prior):
                 self.tried[row, rank] += 1
-                if child in path:
-                    self.accepted[row, rank] += 1
-                    break
+                self.accepted[row, rank] += child in step.path
         if step.seconds:
             self.seconds[step.tree] = [*self.seconds.get(step.tree, ()), step.seconds][-MANY:]
             self.decoded += step.seconds
 
     def speedup_of(self, steps):
-        """How many times the speed of no tree these steps had; None before the first plan."""
+        """How many times the speed of no tree these steps had; None before the first plan of "auto"."""
         steps = [step for step in steps if step.seconds]
         if steps and self.plan:
             tokens = sum(len(step.tokens) for step in steps)
             seconds = sum(step.seconds for step in steps)
+            # The steps have their noise. So has a median.
             return float(np.median(self.seconds[NO_TREE])) * tokens / seconds
 
     def rates(self):
@@ -1178,11 +1174,13 @@ class Planner:
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
             when_tried = []
+            elder = 1
             for guess, n, k in zip(prior, tried, accepted):
                 # A child is hardly accepted more often than its elder.
-                guess = min([guess, *when_tried[-1:]])
-                when_tried.append((k + PRIOR_TRIES * guess) / (n + PRIOR_TRIES))
+                elder = (k + PRIOR_TRIES * min(guess, elder)) / (n + PRIOR_TRIES)
+                when_tried.append(elder)
             when_tried = np.array(when_tried)
+            # The product over all elder children: that up to the child, without its own factor.
             is_tried = np.cumprod(1 - when_tried) / (1 - when_tried)
             rows.append(when_tried * is_tried)
             # What the root's children show is the prior of all others'.
@@ -1244,10 +1242,12 @@ def check_fit(model):
         raise ValueError(f"{name} cannot verify a tree: {'; '.join(reasons)}")
 
 def is_foreign(function):
-    """Whether a method or hook was written outside torch, transformers, accelerate and this file."""
+    """Whether a method or hook was written outside torch, transformers, accelerate and `offload`."""
     function = inspect.unwrap(getattr(function, "func", function))
     module = getattr(function, "__globals__", {}).get("__name__", "")
-    return module != __name__ and not module.startswith(("torch.", "transformers.", "accelerate."))
+    # `offload` may be that of a copy of this file.
+    own = getattr(function, "__qualname__", "").startswith("offload.<locals>.")
+    return not own and not module.startswith(("torch.", "transformers.", "accelerate."))
 
 def tree_shape(tree):
     """A Tree, (size, depth) or "auto", from one of these, "SIZExDEPTH" or "none"."""
@@ -1313,7 +1313,7 @@ class Decoder:
         models = [target] if self.tree == NO_TREE else [target, draft]
         for model in models:
             check_fit(model)
-        self.method = METHODS.get(method, method)
+        self.method = METHODS.get(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
@@ -1381,18 +1381,17 @@ class Decoder:
             ids = input_ids.to(self.seed.device).long()
             mask = arguments.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
-            self.check(model, ids, mask, logits_processor, stopping_criteria, generation_config, arguments)
+            self.check(model, ids, mask, stopping_criteria, generation_config, arguments)
             streamer = arguments.get("streamer")
-            stream = streamer.put if streamer else (lambda ids: None)
+            stream = (lambda ids: None) if streamer is None else streamer.put
             stream(ids.cpu())
             method = self.method if generation_config.do_sample else GREEDY
             rows = []
             steps = []
             for row, text in enumerate(ids):
-                padding = int((mask[row] == 0).sum())
-                sampling = Sampling(method, logits_processor, text[:padding].tolist(), row, len(ids))
-                rows.append(self.decode_row(text, padding, sampling, stopping_criteria, stream, steps))
-            if streamer:
+                sampling = Sampling(method, logits_processor, text[mask[row] == 0].tolist(), row, len(ids))
+                rows.append(self.decode_row(text, sampling, stopping_criteria, stream, steps))
+            if streamer is not None:
                 streamer.end()
             tokens = sum(map(len, rows)) - ids.numel()
             tree = self.planner.tree
@@ -1406,9 +1405,9 @@ class Decoder:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=out)
         return out
 
-    def decode_row(self, text, padding, sampling, stopping_criteria, stream, steps):
+    def decode_row(self, text, sampling, stopping_criteria, stream, steps):
         """A row and the tokens that follow, (longer,), until a criterion ends it. Its steps are appended."""
-        for step in self.steps_after(text[padding:], sampling):
+        for step in self.steps_after(text[len(sampling.padding) :], sampling):
             self.on_step(step)
             steps.append(step)
             for token in step.tokens:
@@ -1417,13 +1416,13 @@ class Decoder:
                 text = torch.cat([text, text.new_tensor([token])])
                 stream(text[-1:].cpu())
                 shown = text[None].clone()
-                ends = stopping_criteria(shown, None).all()
+                ends = stopping_criteria(shown, None)
                 if not shown[0].equal(text):
                     raise ValueError("unable to do a stopping criterion that changes the text")
                 if ends:
                     return text
 
-    def check(self, model, ids, mask, processors, criteria, config, arguments):
+    def check(self, model, ids, mask, criteria, config, arguments):
         """Raises ValueError for a call that, by its arguments, might not give generate's text."""
         if model is not self.target.model:
             raise ValueError("this Decoder was made for another target")
@@ -1450,7 +1449,7 @@ class Decoder:
             # Without an EOS token `generate` lets a row that a criterion has ended go on to the others' end.
             by_row = BY_ROW if any(hasattr(one, "eos_token_id") for one in criteria) else BY_ROW[:2]
             unable |= {f"{type(one).__name__} in a batch": type(one) not in by_row for one in criteria}
-            unable["a streamer in a batch"] = arguments.get("streamer")
+            unable["a streamer in a batch"] = arguments.get("streamer") is not None
         unable = sorted(name for name, found in unable.items() if found)
         if unable:
             raise ValueError(f"unable to do {', '.join(unable)}")
@@ -1474,7 +1473,7 @@ class Decoder:
         if sampling.method.shared_noise:
             self.seed.random_(generator=self.generator)
         self.make_room(len(text))
-        logits = self.target.feed(text, self.capacity, PROBED)
+        logits = self.target.feed(text, PROBED)
         # Without a draft a single row's processors are called as `generate` calls them.
         checks_memory = sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1)
         if checks_memory:
@@ -1495,7 +1494,7 @@ class Decoder:
                 tree = NO_TREE
             tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
-                self.draft.feed(text[:-1], self.capacity)
+                self.draft.feed(text[:-1])
                 # Waits for a GPU, so that the step is timed alone.
                 self.seed.tolist()
             # A step without a tree does not feed the draft.
@@ -1516,8 +1515,8 @@ class Decoder:
         """Makes room for so many tokens. Caches double."""
         if tokens > self.capacity:
             self.capacity = 64 * math.ceil(max(tokens, 2 * self.capacity, 192) / 64)
-            for model in self.models:
-                model.grow(self.capacity)
+        for model in self.models:
+            model.grow(self.capacity)
 
     def step_with(self, tree, length, vocabulary, sampling):
         """The TreeStep for this tree behind a text of this length: the last one, if it was made for these."""
@@ -1542,7 +1541,8 @@ class Decoder:
         P = torch.cat([logits, logits[-1:]]).float().softmax(dim=1)
         spread = (P - P.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-30)
         # Each token stands twice. The nodes 0, 2, 4, ... are the prompt's own. 1, 3, 5, ... are decoys, each
-        # one level below the same token. So slots run ahead of positions, and the last node is a decoy.
+        # one level below the same token. So slots run ahead of positions, and the last node that is fed is a
+        # decoy. The tree's last node has no token.
         twice = text[-len(logits) :].repeat_interleave(2)
         layout = Layout(sequences(2, len(logits)), text.device)
         own = layout.nodes[:-1:2]
@@ -1614,9 +1614,9 @@ def pack_linear(layer):
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and traces
     its pass, which halves a small model's time. It cannot be trained, saved, loaded or used by two threads at
-    once any more. On a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is. Raises
-    ValueError if it cannot verify a tree, or if packing, for which torch has no public operators, changes its
-    numbers by more than rounding.
+    once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is.
+    Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public operators,
+    changes its numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths
     too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
@@ -1627,14 +1627,14 @@ def pack(model):
         return model
     cached = CachedModel(model)
     model.requires_grad_(False)
-    cached.feed(torch.arange(4), capacity=32)
+    cached.grow(32)
+    cached.feed(torch.arange(4))
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     # The first is traced. The second has more nodes and later slots, at the latest positions of the context.
     for base, nodes, ahead in ((4, 3, 0), (16, 15, 10**6)):
         placed = cached.place(layout, torch.tensor([base]), base + layout.tree.size)
-        positions = (placed.positions + ahead).clamp(max=cached.context - 1)
-        placed = placed._replace(positions=positions)
+        placed = placed._replace(positions=(placed.positions + ahead).clamp(max=cached.context - 1))
         examples.append(cached.inputs(torch.arange(7, 23), layout.nodes[:nodes], placed))
 
     def outputs(forward):
@@ -1643,7 +1643,7 @@ def pack(model):
         return [forward(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(cached.forward))
-    # The module to trace. A trace may not hold the packed weights as constants, but as a module's buffers.
+    # The module to trace: the pass and the packed weights. As constants a trace could not hold them.
     traced = nn.Module()
     traced.forward = cached.forward
     for i, layer in enumerate(model.modules()):
@@ -1653,7 +1653,7 @@ def pack(model):
     packed = outputs(cached.forward)
     if not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm():
         raise ValueError(f"oneDNN gives other numbers for {type(model).__name__}: load it anew, without pack")
-    # The pass that `CachedModel.logits` runs in place of its own.
+    # The pass that `CachedModel.logits` runs in place of its own; and the sign that a model is packed.
     model._sequoia_pass = cached.forward
     # A model of which there is no trace, or no equal one, runs packed.
     with contextlib.suppress(RuntimeError, AttributeError), warnings.catch_warnings(action="ignore"):
@@ -1671,11 +1671,10 @@ def offload(model, device, resident=0):
     device, the next is copied: besides all else it holds two layers. Two threads cannot use it at once."""
     decoder = model.get_decoder()
     stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    if not stacks:
-        raise ValueError(f"cannot offload {type(model).__name__}: it shows no list of decoder layers")
+    if not stacks or hasattr(model, "_sequoia_pass"):
+        raise ValueError(f"cannot offload {type(model).__name__}: it is packed, or shows no list of layers")
     layers = stacks[0][resident:]
-    cuda = torch.device(device).type == "cuda"
-    stream = torch.cuda.Stream(device) if cuda else None
+    stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
     host = {}            # by weight of these layers: what stays in host memory
 
     def fetch(layer):
@@ -1689,10 +1688,10 @@ def offload(model, device, resident=0):
     def before(number, layer, _):
         # Waits for both streams: this layer's copy is complete, and nothing on the device reads the one
         # before it any more, so that its memory may be used again.
-        if cuda:
+        if stream:
             torch.cuda.synchronize(device)
         if number == 0:
-            # A pass that was broken off may have left some.
+            # A pass that Ctrl-C broke off may have left some.
             let_go(host)
             fetch(layer)
         else:
@@ -1705,8 +1704,7 @@ def offload(model, device, resident=0):
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(before, number))
         for weight in layer.parameters():
-            host[weight] = weight.data.pin_memory() if cuda else weight.data
-    let_go(host)
+            host[weight] = weight.data = weight.data.pin_memory() if stream else weight.data
     # Whoever changes weights between two passes finds those in host memory, and they are copied anew. The
     # device may still read the last layer's copy. Its memory stays with the stream that copied it, in which
     # nothing is copied before `before` has waited.
@@ -1737,7 +1735,7 @@ def arguments(argv):
     add = parser.add_argument
     add("--target", default=TINY / "target", help="folder or hub name (%(default)s)")
     add("--draft", default=TINY / "draft", help="a small model, same tokens (%(default)s)")
-    add("--prompt", default=PROMPT, help="text to go on from, or @FILE, as @/dev/stdin (a class)")
+    add("--prompt", default=PROMPT, help="text to go on from, or @FILE, as @/dev/stdin (a class's start)")
     add("--max-new-tokens", type=int, default=128, help="in tokens, from 1 (%(default)s)")
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
@@ -1753,17 +1751,21 @@ def arguments(argv):
         help="draw each step's tree, the accepted path in [brackets], and what models said")
     args = parser.parse_args(argv)
     args.tree = tree_shape(args.tree)
+    if args.offload and RANKS > 1:
+        refuse("--offload is for one process, not for torchrun's")
     return args
 
 def load(name, args, large=False):
-    """A model on the chosen device, packed on a CPU. A large one, the target, is offloaded if that is chosen,
-    or shared among torchrun's ranks. Raises ValueError for files that lack weights or have other shapes,
-    which transformers would fill with random numbers."""
+    """A model on the chosen device, packed on a CPU. A large one, the target, is shared among torchrun's
+    ranks, or with --offload streamed: to a GPU by `offload`, on a CPU from its files, not packed. Raises
+    ValueError for files that lack weights or have other shapes, which transformers would fill with random
+    numbers."""
     sharded = large and RANKS > 1
     offloaded = large and args.offload
-    mapped = offloaded and args.device == "cpu"
+    on_cpu = torch.device(args.device).type == "cpu"
+    mapped = offloaded and on_cpu
     distributed = transformers.distributed.DistributedConfig(tp_size=RANKS) if sharded else None
-    usual = "bfloat16" if args.device != "cpu" or torch.bfloat16 in packable_dtypes() else "float32"
+    usual = "bfloat16" if not on_cpu or torch.bfloat16 in packable_dtypes() else "float32"
     # Weights that keep their files' dtype are mapped, and the system pages them in and out.
     dtype = args.dtype or ("auto" if mapped else usual)
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -1816,30 +1818,24 @@ def decode_prompt(args):
         torch.distributed.destroy_process_group()
 
 def tried_children(decoder, step):
-    """Each child that a walk would have tried in a Decoder's last step, in order, and what draft and target
-    gave its token; with the method sequoia what rejections had left of that: it was accepted with the chance
-    target / draft."""
-    for node in (0, *step.path):
-        if not step.tree.children[node]:
-            break
-        R = decoder.tree_step.p[node].softmax(dim=0)
-        q = decoder.tree_step.q[node]
-        for child in step.tree.children[node]:
-            token = step.node_tokens[child]
-            if token < 0:
-                break
-            D = q.softmax(dim=0)
-            yield child, D[token], R[token]
-            if child in step.path:
-                break
-            if decoder.sampling.method == METHODS["sequoia"]:
-                R = (R - D).clamp(min=0)
-                R = R / R.sum()
-                q = q.index_fill(0, decoder.seed.new_tensor(token), RULED_OUT)
+    """Yields (child, draft, target) for the children that a Decoder's last step tried: what both models gave
+    its token. With the method sequoia that is D and R after the rejections before it: the child was accepted
+    with the chance R / D."""
+    for node, child in step.tried():
+        if step.tree.ranks[child] == 0:
+            R = decoder.tree_step.p[node].softmax(dim=0)
+            q = decoder.tree_step.q[node]
+        token = step.node_tokens[child]
+        D = q.softmax(dim=0)
+        yield child, D[token], R[token]
+        if decoder.sampling.method == METHODS["sequoia"]:
+            R = (R - D).clamp(min=0)
+            R = R / R.sum()
+            q = q.index_fill(0, decoder.seed.new_tensor(token), RULED_OUT)
 
 def explain(decoder, tokenizer, step):
     """Prints what a step did: its tree, and for each child that a walk would try what both models say."""
-    words = [repr(tokenizer.decode([max(token, 0)]))[1:-1] for token in step.node_tokens]
+    words = [repr(tokenizer.decode(token))[1:-1] if token >= 0 else "-" for token in step.node_tokens]
     reasons = "" if step.tree.size > 1 else "no tree: nothing is proposed\n"
     for child, given, wanted in tried_children(decoder, step):
         verdict = "accepted" if child in step.path else "rejected"
@@ -1853,9 +1849,9 @@ def explain(decoder, tokenizer, step):
 def leave_busy_cores():
     """Takes no more threads than there are cores on which no other process computes, where the system tells:
     threads that wait for a core hold up all others, at every operator."""
-    load = Path("/proc/loadavg")
-    # Its fourth word counts those who compute now, this process among them.
-    busy = int(load.read_text().split()[3].split("/")[0]) - 1 if load.exists() else 0
+    loadavg = Path("/proc/loadavg")
+    # Its fourth word counts the threads that compute now, this one among them.
+    busy = int(loadavg.read_text().split()[3].split("/")[0]) - 1 if loadavg.exists() else 0
     torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - busy)))
 
 def main(argv=None):
