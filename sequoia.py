@@ -911,9 +911,10 @@ class TreeStep:
         self.base = torch.zeros_like(seed)
         # The nodes' tokens, then that of previous.
         self.tokens = seed.new_zeros(tree.size + 1)
-        # What target and draft say after each node, as scores. Not all of the target's are asked for. p is
-        # kept for section 10's `tried_children`.
-        self.p, self.q = torch.zeros(2, tree.size, vocabulary, dtype=torch.float32, device=seed.device)
+        # What models say after each node, as scores: the draft's, and once the program has run the target's,
+        # a function from an index of nodes. Section 10's `tried_children` reads both.
+        self.q = torch.zeros(tree.size, vocabulary, dtype=torch.float32, device=seed.device)
+        self.p = None
         self.calls = 0
         self.graph = None
         self.result = None           # where the graph writes what `program` returns
@@ -994,9 +995,10 @@ class TreeStep:
         if logits is None:
             logits = self.target.logits(tokens, slice(size), placed[0])                 # (size, V)
         # 4. Verification finds the path to keep and the token after it.
+        self.p = lambda nodes: scores(logits[nodes], nodes)
+
         def target(nodes):
-            p = self.p[nodes] = scores(logits[nodes], nodes)
-            return method.begin(noisy(p, nodes), self.generator)
+            return method.begin(noisy(self.p(nodes), nodes), self.generator)
 
         if self.static:
             # Of all nodes at once, to be looked up. Else `walk` asks for one after the other.
@@ -1823,7 +1825,7 @@ def tried_children(decoder, step):
     with the chance R / D."""
     for node, child in step.tried():
         if step.tree.ranks[child] == 0:
-            R = decoder.tree_step.p[node].softmax(dim=0)
+            R = decoder.tree_step.p(decoder.seed.new_tensor([node]))[0].softmax(dim=0)
             q = decoder.tree_step.q[node]
         token = step.node_tokens[child]
         D = q.softmax(dim=0)
