@@ -501,11 +501,10 @@ class Theirs:
     def __call__(self, prompt, new_tokens):
         for name, value in self.assistant.items():
             setattr(self.draft.generation_config, name, value)
-        target = self.target
         passes = []
         how = request(prompt, self.temperature, new_tokens)
-        with target.register_forward_hook(lambda *_: passes.append(1)):
-            seconds, text = timed(lambda: target.generate(prompt, **how, **self.kwargs))
+        with self.target.register_forward_hook(lambda *_: passes.append(1)):
+            seconds, text = timed(lambda: self.target.generate(prompt, **how, **self.kwargs))
         new = text.shape[1] - prompt.shape[1]
         return Run(seconds, new, new, len(passes))
 
@@ -1064,6 +1063,8 @@ def arguments(argv):
     args.dtype = args.dtype or ("bfloat16" if good else "float32")
     args.save = args.save or args.command == "all"
     defaults = DEFAULTS.get("speed --synthetic" if args.synthetic else args.command, ((), ()))[args.quick]
+    if any(number is not None and number < 1 for number in (args.count, args.new_tokens)):
+        parser.error("--count and --new-tokens are at least 1")
     for name, value in zip(("count", "new_tokens", "temperatures"), defaults):
         setattr(args, name, getattr(args, name) or value)
     return args

@@ -30,7 +30,7 @@ models. What a change of a section must keep, and the tests notice:
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
-    8      the text is that of `generate`, or a ValueError says what cannot be done
+    8      the text is that of `generate`, or an error says what cannot be done
     9      an offloaded pass is the plain one, a packed one is up to rounding, a traced one is the packed
 
     python sequoia.py                                            # decodes with the bundled pair
@@ -1085,7 +1085,6 @@ class Planner:
         self.tree = shape
         self.trials = []
         if isinstance(shape, tuple):
-            # Such a tree may be impossible: said before the first token.
             self.tree = optimal_tree(self.rates(), *shape)
         elif shape == "auto":
             # A decent tree, none, and one that has 8 nodes, too, but takes 7 draft passes, not 3.
@@ -1338,7 +1337,9 @@ class Decoder:
         self.in_use = threading.Lock()
         self.capacity = 0
         self.probed = False
-        self.sampling = self.planner = self.tree_step = self.made_for = self.report = None
+        # Raises ValueError for an impossible shape. Each way of sampling will have its own.
+        self.planner = Planner(self.tree, self.target.vocabulary)
+        self.sampling = self.tree_step = self.made_for = self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
                  stopping_criteria=None, **kwargs):
@@ -1592,6 +1593,9 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     return decoder.generate(inputs, generation_config, **kwargs)
 
 # --- 9  Passes: packed and traced on a CPU; weights that stream past a small GPU ----------------------------
+# Layers of so many weights or fewer are not packed: in float32 oneDNN's product would be slower.
+SMALL = {torch.float32: 2**20, torch.bfloat16: 0}
+
 def packable_dtypes():
     """The dtypes that oneDNN, the CPU's matrix library, can pack. A build without it has no such operator."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -1615,10 +1619,10 @@ def pack_linear(layer):
 @torch.no_grad()
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and traces
-    its pass, which halves a small model's time. It cannot be trained, saved, loaded or used by two threads at
-    once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as it is.
-    Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public operators,
-    changes its numbers by more than rounding.
+    its pass, which about halves a small model's time. It cannot be trained, saved, loaded or used by two
+    threads at once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as
+    it is. Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public
+    operators, changes its numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths
     too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
@@ -1649,7 +1653,7 @@ def pack(model):
     traced = nn.Module()
     traced.forward = cached.forward
     for i, layer in enumerate(model.modules()):
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear and layer.weight.numel() > SMALL[model.dtype]:
             pack_linear(layer)
             traced.register_buffer(f"weight_{i}", layer.weight)
     packed = outputs(cached.forward)

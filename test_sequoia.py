@@ -41,6 +41,7 @@ def quick(test):
 def restored(monkeypatch):
     """The command line sets how warnings look and how much transformers says. Every test starts anew."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setitem(sequoia.SMALL, torch.float32, 0)
     verbosity = transformers.utils.logging.get_verbosity()
     yield
     torch.set_num_threads(1)
@@ -1118,7 +1119,6 @@ GEMMA3 = transformers.Gemma3Config(
 
 @quick
 def test_a_model_with_images_is_its_text_model():
-    """Its windows and its context stand in the text model's configuration, its layers are offloaded."""
     torch.manual_seed(0)
     target = transformers.AutoModelForImageTextToText.from_config(GEMMA3).eval()
     for weight in target.parameters():
@@ -1133,7 +1133,6 @@ def test_a_model_with_images_is_its_text_model():
     assert len(hooked) == 2 and all("language_model.layers" in name for name in hooked)
 
 def mask_vocabulary(model):
-    """Some models give a part of their vocabulary a large negative constant."""
     def hook(module, inputs, output):
         output.logits[..., 40:] -= 1e9
     model.register_forward_hook(hook)
@@ -1157,7 +1156,6 @@ def test_the_probe_passes_models_that_are_fit_in_all_dtypes(name, monkeypatch):
             mask_vocabulary(target)
 
 def test_the_probe_passes_a_trained_model_in_bfloat16():
-    """After prompts of any kind, short ones too, where rounding is as large as it gets."""
     target = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "target", dtype=torch.bfloat16)
     decoder = Decoder(target, tree="none")
     for seed in range(60):
@@ -1664,6 +1662,8 @@ def test_a_packed_model_is_neither_saved_nor_loaded_and_one_without_values_stays
     for call, given in ((packed.save_pretrained, tmp_path), (packed.load_state_dict, llama[0].state_dict())):
         with pytest.raises(RuntimeError):
             call(given)
+    with mock.patch.dict(sequoia.SMALL, {torch.float32: 2**20}):
+        assert sequoia.pack(copy.deepcopy(llama[0])).load_state_dict(llama[0].state_dict())
     assert sequoia.pack(copy.deepcopy(llama[0]).to("meta")).lm_head.weight.is_meta
     assert not hasattr(sequoia.pack(copy.deepcopy(llama[0]).half()), "_sequoia_pass")
     with pytest.raises(ValueError, match="one device"):
