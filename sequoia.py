@@ -872,7 +872,11 @@ class Sampling:
         text = torch.cat([text.new_tensor(self.padding), text])
         # Some processors know how many rows their batch has. They get so many copies of this text, and this
         # row's answer is taken.
-        return self.processed(text.repeat(self.rows, 1), scores.repeat(self.rows, 1), draft)[self.row, None]
+        shown = text.repeat(self.rows, 1)
+        scores = self.processed(shown, scores.repeat(self.rows, 1), draft)[self.row, None]
+        if not shown[0].equal(text):
+            raise ValueError("unable to do a logits processor that changes the text")
+        return scores
 
     def processed(self, text, scores, draft):
         for processor in self.processors:
@@ -1190,7 +1194,7 @@ class Planner:
 
 # --- 8  Decoding, behind transformers' generate -------------------------------------------------------------
 # What is here decodes a whole text, and keeps transformers' contract: a call gives what `generate` would, or
-# is a ValueError that names what cannot be done.
+# is an error that names what cannot be done.
 
 # Settings that ask for another decoding or output.
 UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "output_attentions",
@@ -1358,8 +1362,9 @@ class Decoder:
         # What the call leaves open its configuration decides, and what that leaves open the model's.
         stop_strings = kwargs.get("stop_strings")
         for config in (generation_config, model.generation_config):
-            stop_strings = stop_strings or getattr(config, "stop_strings", None)
-        if stop_strings:
+            if stop_strings is None:
+                stop_strings = getattr(config, "stop_strings", None)
+        if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings need tokenizer=, the tokenizer")
             # As in `generate`, criteria of the caller's that are of this type take precedence.
@@ -1443,8 +1448,12 @@ class Decoder:
                    if value is not None and value != {}}
         unable |= {
             "past_key_values": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
-            "position_ids": not usual,
+            # `generate` makes them from the mask, and keeps a mask of ones to itself.
+            "these position_ids, or an attention_mask of another shape": not usual,
             "num_beams": (config.num_beams or 1) > 1,
+            # Its processor has a cache, which follows the calls.
+            "guidance_scale": (getattr(config, "guidance_scale", None) or 1) != 1
+                              and (len(self.models) > 1 or len(ids) > 1),
             "a quantized cache": config.cache_implementation == "quantized",
             "torch.autocast": torch.is_autocast_enabled(ids.device.type),
             "forward hooks on the target": any(map(is_foreign, hooks))}
@@ -1619,9 +1628,9 @@ def pack_linear(layer):
 @torch.no_grad()
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and traces
-    its pass, which about halves a small model's time. It cannot be trained, saved, loaded or used by two
-    threads at once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it stays as
-    it is. Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public
+    its pass, which about halves a small model's time. It is not to be trained, saved, loaded, moved or used
+    by two threads at once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it
+    stays as it is. Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public
     operators, changes its numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths

@@ -322,7 +322,6 @@ def test_gumbels_child_is_accepted_as_often_as_is_exact():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_generator_is_all_the_randomness(name):
-    """Of a node, of a tree in both forms: torch's own generator changes nothing, and stays as it is."""
     P, Q = random_rows(50)
     layout = sequoia.Layout(BUSHY, "cpu")
     p, q, tokens = P.log(), Q[:14].log(), torch.arange(14) % 6
@@ -1313,6 +1312,7 @@ GREEN = transformers.WatermarkingConfig(bias=4.0)
 STOP = transformers.GenerationConfig(stop_strings=["a"])
 BUDGET = type("Budget", (), {"n": 9, "__call__": lambda self, i, p: setattr(self, "n", self.n - 1) or p})
 LAST = type("Last", (), {"n": 9, "__call__": lambda self, i, p: setattr(self, "n", i.shape[1] > 13) or p})
+WRITES = (lambda i, p: i[:, -1].fill_(5) + p if i.shape[1] > 13 else p)
 TARDY = (lambda i, p, calls=itertools.count(): p if i.shape[1] < 13 else p.roll(next(calls), 1))
 FEWER, TOO_FEW = (make_pair(transformers.LlamaConfig(**GQA | dict(vocab_size=n)))[1] for n in (58, 57))
 # What is given to generate, as draft, tree and method, or prompt; and the error's words, or generate's text.
@@ -1337,7 +1337,8 @@ CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
         dict(logits_processor=[lambda i, p: p.double()]), dict(logits_processor=[lambda i, p: p.bfloat16()]))]
 CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * mask(), 2 * mask(0), mask(11))]
 CALLS += [
-    (dict(guidance_scale=1.5), "a memory"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "a memory"),
+    (dict(guidance_scale=1.5), "guidance"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"),
+    (dict(attention_mask=torch.ones(1, 9)), "attention_mask"), (dict(logits_processor=[WRITES]), "changes"),
     (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(watermarking_config=SKIPS), "a memory"),
     (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(prompt=prompt_of(0)), "one token or"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
@@ -1400,7 +1401,7 @@ def test_every_setting_that_asks_for_another_decoding_or_output_is_refused(llama
     counted = torch.tensor([[9, 9, *range(10)]])
     assert decoded(seen, counted).shape == (1, 14)
     for positions in (counted + 1, counted[:, 1:], counted.flip(1)):
-        refused("unable to do position_ids", seen, positions)
+        refused("unable to do these position_ids", seen, positions)
     for wrong in (mask()[:, 1:], mask(0, 1, 2, 4)):
         refused("attention_mask must be zeros, then ones", wrong)
     with torch.autocast("cpu", torch.bfloat16):
@@ -1415,7 +1416,7 @@ def test_the_front_door_says_what_it_lacks(llama):
     target, draft = llama
     ids = prompt_of(12)
     for words, given in {"draft is needed": dict(), "method must": dict(tree="none", method="none"),
-            "need tokenizer=": dict(assistant_model=draft, stop_strings=["a"]),
+            "need tokenizer=": dict(assistant_model=draft, stop_strings=[]),
             "pixel_values": dict(assistant_model=draft, pixel_values=ids),
             "do assistant_tokenizer": dict(assistant_model=draft, assistant_tokenizer=0),
             "not compiled .* OptimizedModule": dict(assistant_model=torch.compile(draft))}.items():
@@ -1734,7 +1735,6 @@ def cost_of(err):
 
 @quick
 def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_path, monkeypatch):
-    """With assistant_model, as for assisted generation: streamed, with stop strings, and in a batch."""
     *_, target, tokenizer = bundled
     draft = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "draft", dtype=torch.float32)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
