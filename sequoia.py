@@ -1022,7 +1022,7 @@ class TreeStep:
 # power law in the rank. It counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 33) ** 0.8
 PRIOR_TRIES = 4
-# The most nodes and levels of a planned tree, and children of a node in it.
+# The most nodes and levels of a planned tree, and children of a node in it; the nodes also of a given shape.
 LARGEST, DEEPEST, WIDEST = 1024, 24, 16
 # A tree counts as timed after FEW steps with it, NO_TREE after twice as many. The last MANY are remembered.
 FEW, MANY = 3, 60
@@ -1194,7 +1194,7 @@ class Planner:
 
 # --- 8  Decoding, behind transformers' generate -------------------------------------------------------------
 # What is here decodes a whole text, and keeps transformers' contract: a call gives what `generate` would, or
-# is an error that names what cannot be done.
+# is an error that names what cannot be done, as far as processors and criteria show what they do.
 
 # Settings that ask for another decoding or output.
 UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "output_attentions",
@@ -1209,8 +1209,6 @@ BY_ROW = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transfor
 NEEDED = {"position_ids", "past_key_values", "logits_to_keep"}
 # What decides how `generate` goes on from token to token.
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
-# The most nodes of a tree given as (size, depth).
-LARGEST_SHAPE = 4096
 # How many of a first prompt's last tokens are scored again.
 PROBED = 6
 
@@ -1266,9 +1264,9 @@ def tree_shape(tree):
     shape = tree
     if isinstance(tree, str) and re.fullmatch(r"\d+x\d+", tree):
         shape = tuple(map(int, tree.split("x")))
-    if not isinstance(shape, tuple) or [*map(type, shape)] != [int, int] or shape[0] > LARGEST_SHAPE:
+    if not isinstance(shape, tuple) or [*map(type, shape)] != [int, int] or shape[0] > LARGEST:
         raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, "
-                         f"of up to {LARGEST_SHAPE} nodes; got {tree!r}")
+                         f"of up to {LARGEST} nodes; got {tree!r}")
     return shape
 
 class Report(NamedTuple):
