@@ -30,7 +30,7 @@ models. What a change of a section must keep, and the tests notice:
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
-    8      the text is that of `generate`, or an error says what cannot be done
+    8      the text is that of `generate`, or an error says why not, unless a processor hides a memory
     9      an offloaded pass is the plain one, a packed one is up to rounding, a traced one is the packed
 
     python sequoia.py                                            # decodes with the bundled pair
@@ -1384,6 +1384,8 @@ class Decoder:
             raise RuntimeError("this Decoder is in use: one text at a time")
         try:
             begun = time.perf_counter()
+            if input_ids.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"ids must be integers, got {input_ids.dtype}")
             ids = input_ids.to(self.seed.device).long()
             mask = arguments.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
@@ -1753,7 +1755,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
     add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
-    add("--seed", type=int, default=0, help="names a text, with --method gumbel for any tree (%(default)s)")
+    add("--seed", type=int, default=0, help="names a text, by gumbel in float32 for any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",

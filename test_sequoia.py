@@ -769,7 +769,6 @@ class NothingOnTheCPU(TorchDispatchMode):
 @pytest.mark.parametrize("method", [*METHODS.values(), sequoia.GREEDY], ids=[*METHODS, "greedy"])
 @torch.inference_mode()
 def test_a_static_step_takes_nothing_from_the_host(method):
-    """On the device "meta" there are no values, so that whoever asks for one fails."""
     pair = make_pair("gemma3")
     programs = [started(pair, tree, prompt_of(10)) for tree in (NO_TREE, Tree([-1, 0, 0, 1]), BUSHY)]
     shaped = Processors(processor for some in SHAPED[:5] for processor in some)
@@ -1339,6 +1338,7 @@ CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * m
 CALLS += [
     (dict(guidance_scale=1.5), "guidance"), (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"),
     (dict(attention_mask=torch.ones(1, 9)), "attention_mask"), (dict(logits_processor=[WRITES]), "changes"),
+    (dict(prompt=prompt_of(12).float()), "be integers"), (dict(prompt=prompt_of(12) > 0), "be integers"),
     (dict(watermarking_config=SYNTH_ID), "a memory"), (dict(watermarking_config=SKIPS), "a memory"),
     (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(prompt=prompt_of(0)), "one token or"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
