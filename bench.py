@@ -551,7 +551,7 @@ def contenders_for(pair, temperature, args):
     peer = functools.partial(Theirs, pair, temperature)
     taking_part = {("generate", ""): peer(), ("plain", "no tree"): mine(NO_TREE)}
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    for name, setting in itertools.product(("assisted", "assisted, packed"), ASSISTED):
+    for name, setting in itertools.product(("assisted", "assisted, packed")[: 1 + pair.pack], ASSISTED):
         words = " ".join(map(str, setting))
         taking_part[name, words] = peer(assistant=zip(names, setting), packed="packed" in name)
     # A synthetic text is noise, of which nothing can be looked up.
@@ -579,7 +579,7 @@ def contest(prompts, temperature, args, report, contenders):
                "setting": f"auto {tree.size}x{tree.depth}" if setting == "auto" else setting,
                "tokens/step": mine.tokens_per_step().value, "ms/token": mine.ms_per_token(),
                "tokens/s": mine.tokens_per_second()}
-        rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in PEERS})
+        rows.append(row | {f"x {peer}": mine.over(best[peer]) for peer in PEERS if peer in best})
     report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
                  f"{args.new_tokens} new ones each; auto: the last planned tree, nodes x levels", f"""`x
         plain`: the speed against the same code without a tree. `x assisted`, `x specinfer`: against the

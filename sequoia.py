@@ -915,9 +915,9 @@ class TreeStep:
         self.base = torch.zeros_like(seed)
         # The nodes' tokens, then that of previous.
         self.tokens = seed.new_zeros(tree.size + 1)
-        # What models say after each node, as scores: the draft's, and once the program has run the target's,
-        # a function from an index of nodes. Section 10's `tried_children` reads both.
+        # The draft's scores after each node.
         self.q = torch.zeros(tree.size, vocabulary, dtype=torch.float32, device=seed.device)
+        # The target's: a function from an index of nodes, kept for section 10's `tried_children`.
         self.p = None
         self.calls = 0
         self.graph = None
@@ -988,7 +988,7 @@ class TreeStep:
         for expanded, fed, children in layout.levels:
             guesses = self.draft.logits(tokens, fed, placed[-1])[-len(expanded) :]
             missing = vocabulary - guesses.shape[1]
-            # A draft's vocabulary may be padded to another length than its target's. A negative one cuts off.
+            # A draft's vocabulary may be padded to another length than its target's. If longer, it is cut.
             if missing:
                 guesses = pad(guesses, (0, missing), value=RULED_OUT)
             q = self.q[expanded] = scores(guesses, expanded, draft=True)                # (expanded, V)
@@ -1050,7 +1050,7 @@ def plan(rates, latency):
     largest timed one and depths up to DEEPEST. rates: as in `optimal_tree`."""
     largest = latency.sizes[-1]
     best_trees = BestTrees(rates, largest, DEEPEST)
-    tokens = best_trees.table(DEEPEST)[1:, 1:]                                    # (largest, DEEPEST)
+    tokens = best_trees.table(DEEPEST)[1:, 1:]                                            # (largest, DEEPEST)
     n, d = np.mgrid[1 : largest + 1, 1 : DEEPEST + 1]
     seconds = latency.of_step(n, d)
     pace = tokens / seconds
@@ -1121,7 +1121,7 @@ class Planner:
         self.tree = self.plan.tree
         size = self.tree.size
         next_timed = min([n for n in latency.sizes if n > size], default=size)
-        # The best may lie beyond the timed sizes.
+        # The best may lie beyond the timed sizes. LARGEST is 8, the first one, doubled seven times.
         if 2 * size > largest and largest < LARGEST:
             trial = 2 * largest
         # No size near it is timed: t(size) is a guess.
@@ -1169,7 +1169,7 @@ class Planner:
         if steps and self.plan:
             tokens = sum(len(step.tokens) for step in steps)
             seconds = sum(step.seconds for step in steps)
-            # The steps have their noise. So has a median.
+            # Not `noiseless`: the steps that it is compared with have their noise, too.
             return float(np.median(self.seconds[NO_TREE])) * tokens / seconds
 
     def rates(self):
@@ -1185,7 +1185,7 @@ class Planner:
                 elder = (k + PRIOR_TRIES * min(guess, elder)) / (n + PRIOR_TRIES)
                 when_tried.append(elder)
             when_tried = np.array(when_tried)
-            # The product over all elder children: that up to the child, without its own factor.
+            # The chance that all elders fail: the product up to the child, without its own factor.
             is_tried = np.cumprod(1 - when_tried) / (1 - when_tried)
             rows.append(when_tried * is_tried)
             # What the root's children show is the prior of all others'.
@@ -1339,7 +1339,7 @@ class Decoder:
         self.in_use = threading.Lock()
         self.capacity = 0
         self.probed = False
-        # Raises ValueError for an impossible shape. Each way of sampling will have its own.
+        # Raises ValueError for an impossible shape.
         self.planner = Planner(self.tree, self.target.vocabulary)
         self.sampling = self.tree_step = self.made_for = self.report = None
 
@@ -1478,7 +1478,7 @@ class Decoder:
     @torch.inference_mode()
     def steps_after(self, text, sampling):
         """Yields the Steps after a text, (length,). The first is the prompt's pass, a step without a tree."""
-        if self.sampling is None or sampling.settings != self.sampling.settings:
+        if self.sampling is not None and sampling.settings != self.sampling.settings:
             # Another way of sampling has other acceptance rates.
             self.planner = Planner(self.tree, self.target.vocabulary)
         self.sampling = sampling
@@ -1627,11 +1627,11 @@ def pack_linear(layer):
 
 @torch.no_grad()
 def pack(model):
-    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, and traces
-    its pass, which about halves a small model's time. It is not to be trained, saved, loaded, moved or used
-    by two threads at once any more. Packed, on a GPU, offloaded, or of a dtype that oneDNN cannot take it
-    stays as it is. Raises ValueError if it cannot verify a tree, or if packing, for which torch has no public
-    operators, changes its numbers by more than rounding.
+    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers (in float32
+    large ones alone), and traces its pass, which about halves a small model's time. It is not to be trained,
+    saved, loaded, moved or used by two threads at once any more. Packed, on a GPU, offloaded, or of a dtype
+    that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree, or if packing,
+    for which torch has no public operators, changes its numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, to run on other tensors, of other lengths
     too, without Python. What Python decided in that run, such as a mixture's experts or some rotary
