@@ -529,8 +529,8 @@ SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
 PEERS = ("generate", "assisted", "assisted, packed", "plain", "specinfer")
 # Whom the picture shows, and its words for them.
 BARS = {"generate": "generate", "assisted": "assisted", "lookup": "prompt\nlookup",
-        "door 1": "one call:\nsequoia", "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer",
-        "sequoia": "packed:\nsequoia"}
+        "door 1": "one call:\nsequoia", "assisted, packed": "packed:\nassisted",
+        "plain": "packed:\nno tree", "specinfer": "packed:\nspecinfer", "sequoia": "packed:\nsequoia"}
 
 def speed(args, report):
     """Tokens per step and ms per token of this file and its peers."""
@@ -541,7 +541,7 @@ def speed(args, report):
     paces = {}
     for temperature in args.temperatures:
         best = contest(prompts, temperature, args, report, contenders_for(pair, temperature, args))
-        paces[temperature] = {name: best[name].tokens_per_second() for name in BARS}
+        paces[temperature] = {name: best[name].tokens_per_second() for name in BARS if name in best}
     if args.save and paces.keys() <= {0.0, 0.6}:
         draw_paces(args, report, paces)
 
@@ -603,7 +603,7 @@ def predicted_paces(temperature):
 def draw_paces(args, report, measured):
     """Bars of tokens a second: measured on this machine, and predicted for an A100."""
     predicted = {temperature: predicted_paces(temperature) for temperature in measured}
-    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained", width_ratios=(7, 4))
+    fig, axes = pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(8, 3))
     titles = (f"Measured: {device_name(args.device)}", "PREDICTED, for an A100, 7B with 68M")
     for axis, title, paces in zip(axes, titles, (measured, predicted)):
         for i, (temperature, found) in enumerate(paces.items()):
@@ -969,9 +969,9 @@ def step(args, report):
         length = prompt.shape[1]
         for found, tried in steps:
             words = [args.tokenizer.decode([max(token, 0)]) for token in (*found.node_tokens, found.token)]
-            # A close rejection, then an acceptance; and no token that is hard to draw.
+            # A close rejection, then an acceptance, after a word; and no token that is hard to draw.
             close = len(tried) > len(found.path) >= 2 and min(target for _, _, target in tried) > 0.05
-            drawable = all(re.fullmatch(r"[ \n]?[!-~]{1,8}", word) for word in words)
+            drawable = words[0][1:].isalpha() and all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words)
             if close and tried[-1][0] in found.path and drawable:
                 return show_step(args, report, found, tried, words, args.tokenizer.decode(text[:length]))
             length += len(found.tokens)

@@ -30,8 +30,8 @@ models. What a change of a section must keep, and the tests notice:
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
-    8      the text is that of `generate`, or an error says why not, unless a processor hides a memory
-    9      an offloaded pass is the plain one, a packed one is up to rounding, a traced one is the packed
+    8      the text is that of `generate`, or an error says why not, unless a processor hides its state
+    9      an offloaded pass gives the plain pass's numbers, a packed one but for rounding, a trace the packed
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -454,7 +454,8 @@ class Matching(Method):
         return self.draw(p, 1, generator)
 
     def verify(self, left, q, tokens, u):
-        return tokens == left, left
+        # What does not exist is not accepted, though a target for which no token is possible draws NONE.
+        return (tokens == left) & (tokens >= 0), left
 
     def last_token(self, residual, left, generator):
         return left[:, 0]
@@ -711,13 +712,11 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 def walk(method, layout, tokens, target, q, generator=None, static=False):
     """From the root to accepted children. A CUDA graph cannot branch: if `static`, the loop goes on after a
     rejection with NONE, which has no children. Then node, left and residual stay as they are."""
-    # As in `step_plainly`, a random number for each level and rank. `Matching` draws none, so that gumbel's
-    # next seed does not depend on the tree: its u only has the shape.
+    # As in `step_plainly`, a random number for each level and rank. `Matching` reads none. In their place it
+    # gets an array of their shape, as a number drawn would make gumbel's next seed depend on the tree.
     u = layout.children[: layout.tree.depth]
     if method.ratios:
         u = uniform(u, generator)
-    # What does not exist is unlike NONE, which a target may draw.
-    tokens = tokens.masked_fill(tokens < 0, NONE - 1)
     # at is node, or NONE after a rejection. residual is what rejections of node's children leave of left.
     node = at = layout.nodes[:1]
     left = residual = target(node)
@@ -836,8 +835,8 @@ class Sampling:
         self.attributes = set()      # of the processors, as `check_memory` has seen them printed
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
         self.reads_text = len(text_free) < len(processors)
-        # A plan is valid for these alone, and so is a recorded step. Processors that read the text are left
-        # out: no step is recorded with them, and a plan stays when they change.
+        # A plan is valid for these alone, and so is a recorded step. A processor that reads the text is not
+        # among them: a changed one keeps the plan, and no step is recorded with it.
         self.settings = (method, self.reads_text, text_free)
 
     def scores(self, logits, texts=None, draft=False):
@@ -857,8 +856,10 @@ class Sampling:
         for _ in range(2):
             chances.append(self.scores(logits, [text]).softmax(dim=1))
             values = [value for one in self.processors for value in getattr(one, "__dict__", {}).values()]
-            # An attribute may be an object with attributes.
-            self.attributes.add(repr([(value, getattr(value, "__dict__", None)) for value in values]))
+            # An attribute may be an object with attributes. Of a large array only the ends are printed.
+            inner = [getattr(value, "__dict__", None) for value in values]
+            sums = [value.sum() for value in values if hasattr(value, "sum")]
+            self.attributes.add(repr([values, inner, sums]))
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
         if not alike or len(self.attributes) > 1:
@@ -887,7 +888,7 @@ class Sampling:
         return scores
 
 def names_of(objects):
-    return [type(one).__name__ for one in objects]
+    return [getattr(one, "__name__", type(one).__name__) for one in objects]
 
 def of_row(processor, row):
     """A processor for one row of a batch: a grammar is told that row's number for all copies of its text."""
@@ -1311,8 +1312,9 @@ class Decoder:
                  cuda_graph=True):
         self.tree = tree_shape(tree)
         if draft is None and self.tree != NO_TREE:
-            raise ValueError("a draft is needed, assistant_model= of sequoia.generate or draft= of "
-                             "sequoia.decode; without one say tree='none'")
+            raise ValueError("a draft is needed: assistant_model= of sequoia.generate, or draft= beside "
+                             "custom_generate=sequoia.decode, which transformers hands no assistant_model; "
+                             "without one say tree='none'")
         models = [target] if self.tree == NO_TREE else [target, draft]
         for model in models:
             check_fit(model)
@@ -1321,7 +1323,7 @@ class Decoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.models = [CachedModel(model) for model in models]
         self.target = self.models[0]
-        # Without one it is the target, and never used as a draft.
+        # Without a draft this is the target, and no step drafts.
         self.draft = self.models[-1]
         sizes = sorted(model.vocabulary for model in self.models)
         if sizes[0] < 0.9 * sizes[-1]:
@@ -1362,9 +1364,8 @@ class Decoder:
         for config in (generation_config, model.generation_config):
             if stop_strings is None:
                 stop_strings = getattr(config, "stop_strings", None)
-        if stop_strings is not None:
-            if tokenizer is None:
-                raise ValueError("stop_strings need tokenizer=, the tokenizer")
+        # Without a tokenizer `generate` says that it needs one.
+        if stop_strings is not None and tokenizer is not None:
             # As in `generate`, criteria of the caller's that are of this type take precedence.
             stop = [transformers.StopStringCriteria(tokenizer, stop_strings)]
             criteria = model._merge_criteria_processor_list(stop, criteria)
@@ -1449,7 +1450,7 @@ class Decoder:
         unable |= {
             "past_key_values": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
             # `generate` makes them from the mask, and keeps a mask of ones to itself.
-            "these position_ids, or an attention_mask of another shape": not usual,
+            "these position_ids, or this shape of attention_mask": not usual,
             "num_beams": (config.num_beams or 1) > 1,
             # Its processor has a cache, which follows the calls.
             "guidance_scale": (getattr(config, "guidance_scale", None) or 1) != 1
@@ -1507,7 +1508,7 @@ class Decoder:
             tree_step = self.step_with(tree, len(text), logits.shape[1], sampling)
             if tree.depth > 1 and not draft_is_fed:
                 self.draft.feed(text[:-1])
-                # Waits for a GPU, so that the step is timed alone.
+                # Reading a value waits for the GPU, so that the step is timed alone.
                 self.seed.tolist()
             # A step without a tree does not feed the draft.
             draft_is_fed = tree.depth > 1
@@ -1818,10 +1819,10 @@ def decode_prompt(args):
     if args.explain:
         decoder.on_step = partial(explain, decoder, tokenizer)
     streamer = None if args.explain or RANK else transformers.TextStreamer(tokenizer)
-    out = target.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0,
-        custom_generate=partial(decoder, streamer=streamer), temperature=args.temperature or None,
-        top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_new_tokens)
+    out = decoder.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=args.temperature != 0, streamer=streamer,
+        temperature=args.temperature or None, top_k=args.top_k, top_p=args.top_p,
+        max_new_tokens=args.max_new_tokens)
     if not RANK:
         if args.explain:
             print(tokenizer.decode(out[0]))
