@@ -603,8 +603,8 @@ def predicted_paces(temperature):
 def draw_paces(args, report, measured):
     """Bars of tokens a second: measured on this machine, and predicted for an A100."""
     predicted = {temperature: predicted_paces(temperature) for temperature in measured}
-    fig, axes = pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(8, 3))
-    titles = (f"Measured: {device_name(args.device)}", "PREDICTED, for an A100, 7B with 68M")
+    fig, axes = pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(2, 1))
+    titles = (f"Measured: {device_name(args.device)}", "PREDICTED: an A100, 7B with 68M")
     for axis, title, paces in zip(axes, titles, (measured, predicted)):
         for i, (temperature, found) in enumerate(paces.items()):
             heights, halves = zip(*found.values())
