@@ -1077,11 +1077,10 @@ class Planner:
     another size is tried, and it plans again. If not, the next plan comes after as many steps as there were.
     A plan of "auto" waits until it takes less than 2% of the time decoded."""
 
-    def __init__(self, shape, vocabulary):
+    def __init__(self, shape):
         self.shape = shape
-        self.prior = PRIOR[:vocabulary]
         # How often the root's k-th children were tried, and accepted, and those of all other nodes.
-        self.tried, self.accepted = np.zeros((2, 2, len(self.prior)))
+        self.tried, self.accepted = np.zeros((2, 2, len(PRIOR)))
         self.seconds = {}        # by tree: what the last steps with it took
         self.decoded = 0.0       # what all timed steps took
         self.steps = 0
@@ -1135,7 +1134,7 @@ class Planner:
             for tree in self.trials[:3]:
                 self.seconds[tree].pop(0)
             return
-        # Deep enough for a binary tree: a small vocabulary may allow no other.
+        # Deep enough for a binary tree.
         self.trials.append(optimal_tree(rates, trial, max(self.tree.depth + 1, trial.bit_length())))
 
     def latency(self):
@@ -1157,7 +1156,7 @@ class Planner:
         self.steps += 1
         for node, child in step.tried():
             row, rank = min(node, 1), step.tree.ranks[child]
-            if rank < len(self.prior):
+            if rank < len(PRIOR):
                 self.tried[row, rank] += 1
                 self.accepted[row, rank] += child in step.path
         if step.seconds:
@@ -1176,7 +1175,7 @@ class Planner:
     def rates(self):
         """The acceptance rates of the root's children and of all others', (2, ranks): the chance that a child
         is accepted when tried, times the chance that it is tried."""
-        prior = self.prior
+        prior = PRIOR
         rows = []
         for tried, accepted in zip(self.tried, self.accepted):
             when_tried = []
@@ -1342,7 +1341,7 @@ class Decoder:
         self.capacity = 0
         self.probed = False
         # Raises ValueError for an impossible shape.
-        self.planner = Planner(self.tree, self.target.vocabulary)
+        self.planner = Planner(self.tree)
         self.sampling = self.tree_step = self.made_for = self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
@@ -1481,7 +1480,7 @@ class Decoder:
         """Yields the Steps after a text, (length,). The first is the prompt's pass, a step without a tree."""
         if self.sampling is not None and sampling.settings != self.sampling.settings:
             # Another way of sampling has other acceptance rates.
-            self.planner = Planner(self.tree, self.target.vocabulary)
+            self.planner = Planner(self.tree)
         self.sampling = sampling
         if sampling.method.shared_noise:
             self.seed.random_(generator=self.generator)

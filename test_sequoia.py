@@ -1460,7 +1460,7 @@ def test_acceptance_rates_approach_the_true_ones():
     true = np.array([[0.3, 0.3, 0.1], [0.5, 0.2, 0.1]])
     tree = k_ary(3, 4)
     rng = np.random.default_rng(0)
-    planner = sequoia.Planner(tree, vocabulary=64)
+    planner = sequoia.Planner(tree)
     for _ in range(20_000):
         planner.learn(Step(tree, [0] * tree.size, walk_by_rates(tree, true, rng), 0, 1.0))
     assert np.abs(planner.rates()[:, :3] - true).max() < 0.02
@@ -1468,7 +1468,7 @@ def test_acceptance_rates_approach_the_true_ones():
 def test_a_child_that_does_not_exist_was_not_tried():
     """Where a grammar allows one token in two of three steps: a second child is as good as where it is."""
     tree = k_ary(2, 3)
-    planner = sequoia.Planner(tree, vocabulary=64)
+    planner = sequoia.Planner(tree)
     for i in range(3000):
         tokens = [5, 7, NONE, NONE, NONE, NONE, NONE] if i % 3 else [5, 7, 8, 9, 10, 11, 12]
         planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, i))
@@ -1486,7 +1486,6 @@ def test_the_plan_is_the_best_of_all_sizes_and_depths():
         assert promised[found.tree.size - 1, found.tree.depth - 1] == pytest.approx(promised.max())
         assert found.speedup == pytest.approx(promised.max()) == pytest.approx(found.tokens / found.seconds)
     assert found.tree == NO_TREE and found.speedup == 1
-    assert sequoia.Planner((7, 3), vocabulary=2).tree == k_ary(2, 3)
 
 # The paper's, of Llama-3-70B with the 8B as its draft; and a draft that is right less often below the root.
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
@@ -1510,7 +1509,7 @@ def simulated(name, noise, shape="auto", seed=0):
     """A planner after these steps, the trees it chose, and by step what a plan takes and what was decoded."""
     t, c, rates, steps, _ = MACHINES[name]
     rng = np.random.default_rng(seed)
-    planner = sequoia.Planner(shape, vocabulary=32_000)
+    planner = sequoia.Planner(shape)
     trees = []
     planned = {}
     plan = sequoia.plan
