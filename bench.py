@@ -618,8 +618,8 @@ def draw_paces(args, report, measured):
         axis.set_title(title, loc="left", fontsize=13)
     axes[0].set_ylabel("tokens a second")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    report.say("`generate`, `assisted`, `lookup`: transformers' own. `one call`: door 1, a Decoder for each "
-               "prompt. `packed`: a Decoder for all prompts. `specinfer`: the best of four trees. Right: as "
+    report.say("`generate`, `assisted`, `lookup`: transformers' own. `door 1`, in the figure one call: a "
+               "Decoder for each prompt. Others: one for all. `specinfer`: the best of four trees. Right: as "
                "computed by `predict`, a step one CUDA graph.")
     report.picture("speed", fig)
 

@@ -30,7 +30,7 @@ models. What a change of a section must keep, and the tests notice:
     5      a node's logits are those of its path alone; accepted entries are those of a fresh pass
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
-    8      the text is that of `generate`, or an error says why not, unless a processor hides its state
+    8      but for rounding the text is that of `generate`, or it is an error, unless a processor hides state
     9      an offloaded pass gives the plain pass's numbers, a packed one but for rounding, a trace the packed
 
     python sequoia.py                                            # decodes with the bundled pair
@@ -445,7 +445,7 @@ class Matching(Method):
     Sharing is right here, as the target's scores and the noise alone choose the token, and no two positions
     of a text have the same noise. Algorithm 2 cannot share: its test needs random numbers that are
     independent of the proposal, and the noise that chose it is not. Seed and position name the noise, so a
-    seed names a text, whatever the tree, the draft or the speed, but for rounding.
+    seed fixes the text, whatever the tree, the draft or the speed, but for rounding.
 
     What it costs: with d = sum |P - Q| / 2, Algorithm 2 accepts one child with probability 1 - d. Gumbel
     coupling does with (1 - d) / (1 + d) or more, as its paper proves."""
@@ -863,7 +863,7 @@ class Sampling:
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
         if not alike or len(self.attributes) > 1:
-            raise ValueError(f"unable to do a logits processor with a memory: from call to call one gives "
+            raise ValueError(f"not supported: a logits processor with a memory. From call to call one gives "
                              f"other scores, or changes its attributes: {names_of(self.processors)}")
 
     def processed_after(self, text, scores, draft):
@@ -876,7 +876,7 @@ class Sampling:
         shown = text.repeat(self.rows, 1)
         scores = self.processed(shown, scores.repeat(self.rows, 1), draft)[self.row, None]
         if not shown[0].equal(text):
-            raise ValueError("unable to do a logits processor that changes the text")
+            raise ValueError("not supported: a logits processor that changes the text")
         return scores
 
     def processed(self, text, scores, draft):
@@ -1193,8 +1193,8 @@ class Planner:
         return np.stack(rows)
 
 # --- 8  Decoding, behind transformers' generate -------------------------------------------------------------
-# What is here decodes a whole text, and keeps transformers' contract: a call gives what `generate` would, or
-# is an error that names what cannot be done, as far as processors and criteria show what they do.
+# What is here decodes a whole text, and keeps transformers' contract: but for rounding a call gives what
+# `generate` would, or an error names what is not supported, as far as processors and criteria show it.
 
 # Settings that ask for another decoding or output.
 UNABLE = ("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "output_attentions",
@@ -1261,7 +1261,7 @@ def tree_shape(tree):
         return Tree(tree.parents)
     if tree == "none":
         return NO_TREE
-    shape = tree
+    shape = tuple(tree) if isinstance(tree, list) else tree
     if isinstance(tree, str) and re.fullmatch(r"\d+x\d+", tree):
         shape = tuple(map(int, tree.split("x")))
     if not isinstance(shape, tuple) or [*map(type, shape)] != [int, int] or shape[0] > LARGEST:
@@ -1287,7 +1287,7 @@ class Report(NamedTuple):
             verdict = f"about {self.speedup:.1f} times the speed of no tree"
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
                 f"{self.tokens / self.steps:.2f} tokens a step, {self.tokens / self.seconds:.1f} a second; "
-                f"tree {self.tree.size}x{self.tree.depth} in {self.used} steps: {verdict}")
+                f"tree {self.tree.size}x{self.tree.depth} in {self.used} of them: {verdict}")
 
 class Decoder:
     """Decodes with a target and a draft, behind transformers' generate:
@@ -1311,9 +1311,8 @@ class Decoder:
                  cuda_graph=True):
         self.tree = tree_shape(tree)
         if draft is None and self.tree != NO_TREE:
-            raise ValueError("a draft is needed: assistant_model= of sequoia.generate, or draft= beside "
-                             "custom_generate=sequoia.decode, which transformers hands no assistant_model; "
-                             "without one say tree='none'")
+            raise ValueError("no draft: pass assistant_model=draft, or beside custom_generate=sequoia.decode "
+                             "draft=draft; or tree='none', which needs none")
         models = [target] if self.tree == NO_TREE else [target, draft]
         for model in models:
             check_fit(model)
@@ -1351,11 +1350,13 @@ class Decoder:
         arrive here."""
         for name in ("assistant_model", "assistant_tokenizer"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"unable to do {name}: a Decoder has its draft, which needs the target's "
+                raise ValueError(f"not supported: {name}. A Decoder has its draft, which needs the target's "
                                  f"tokenizer")
         if isinstance(inputs, Mapping):
             kwargs = {**inputs, **kwargs}
             inputs = None
+        if not isinstance(kwargs.get("input_ids", inputs), Tensor | None):
+            raise ValueError("inputs must be ids: what a tokenizer returns with return_tensors='pt'")
         model = self.target.model
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
         # What the call leaves open its configuration decides, and what that leaves open the model's.
@@ -1426,7 +1427,7 @@ class Decoder:
                 shown = text[None].clone()
                 ends = stopping_criteria(shown, None)
                 if not shown[0].equal(text):
-                    raise ValueError("unable to do a stopping criterion that changes the text")
+                    raise ValueError("not supported: a stopping criterion that changes the text")
                 if ends:
                     return text
 
@@ -1464,7 +1465,7 @@ class Decoder:
             unable["a streamer in a batch"] = arguments.get("streamer") is not None
         unable = sorted(name for name, found in unable.items() if found)
         if unable:
-            raise ValueError(f"unable to do {', '.join(unable)}")
+            raise ValueError(f"not supported: {', '.join(unable)}")
         known = (ids >= 0) & (ids < self.target.vocabulary)
         if not known.all() or not known.any():
             raise ValueError(f"a prompt is one token or more, ids from 0 to {self.target.vocabulary - 1}; "
@@ -1628,7 +1629,7 @@ def pack_linear(layer):
 @torch.no_grad()
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers (in float32
-    large ones alone), and traces its pass, which about halves a small model's time. It is not to be trained,
+    large ones alone), and traces its pass, which about halves a small model's time. It is not to be changed,
     saved, loaded, moved or used by two threads at once any more. Packed, on a GPU, offloaded, or of a dtype
     that oneDNN cannot take it stays as it is. Raises ValueError if it cannot verify a tree, or if packing,
     for which torch has no public operators, changes its numbers by more than rounding.
@@ -1744,7 +1745,7 @@ def arguments(argv):
                                      epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def refuse(message):
-        raise ValueError(f"{message} (--help lists what can be said)")
+        raise ValueError(f"{message} (see --help)")
 
     parser.error = refuse
     add = parser.add_argument
@@ -1755,7 +1756,7 @@ def arguments(argv):
     add("--temperature", type=float, default=0.6, help="0 is greedy, 1 the model's own (%(default)s)")
     add("--top-p", type=float, help="keep the likeliest tokens of this probability together (1, all)")
     add("--top-k", type=int, default=0, help="keep so many likeliest tokens (0, all)")
-    add("--seed", type=int, default=0, help="names a text, by gumbel in float32 for any tree (%(default)s)")
+    add("--seed", type=int, default=0, help="fixes the text, by gumbel in float32 for any tree (%(default)s)")
     add("--method", default="sequoia", choices=METHODS, help="of drawing and verifying (%(default)s)")
     add("--tree", default="auto", help="auto (fastest), NODESxLEVELS or none (%(default)s)")
     add("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",

@@ -1342,7 +1342,7 @@ CALLS += [
     (dict(prompt=TWO_ROWS, attention_mask=torch.cat([mask(), 0 * mask()])), "on the left"),
     (dict(prompt=TWO_ROWS, stopping_criteria=[at_17]), "in a batch"), (dict(method=["x"]), "got .'x'.$"),
     (dict(draft=make_pair("gpt2")[1].to("meta")), "device.*cpu.*meta"), (dict(draft="x"), "name; got str"),
-    (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"), (dict(draft=None), "a draft is needed"),
+    (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"), (dict(draft=None), "no draft"),
     (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(logits_processor=[WRITES]), "changes"),
     (dict(attention_mask=torch.ones(1, 9)), "attention_mask"), (dict(watermarking_config=SKIPS), "a memory"),
     (dict(max_new_tokens=246), "up to 256 .* has 12, .* 258"), (dict(tree=(100, 2)), "no such tree has 100"),
@@ -1395,37 +1395,38 @@ def test_every_setting_that_asks_for_another_decoding_or_output_is_refused(llama
 
     assert set(sequoia.UNABLE) <= set(ASKED)
     for name, value in ASKED.items():
-        refused(f"^unable to do (a )?{value if value == 'quantized' else name}", **{name: value})
+        refused(f"^not supported: (a )?{value if value == 'quantized' else name}", **{name: value})
     assert decoded(**dict.fromkeys(sequoia.UNABLE)).shape == (1, 14)
     seen = mask(0, 1)
     counted = torch.tensor([[9, 9, *range(10)]])
     assert decoded(seen, counted).shape == (1, 14)
     for positions in (counted + 1, counted[:, 1:], counted.flip(1)):
-        refused("unable to do these position_ids", seen, positions)
+        refused("not supported: these position_ids", seen, positions)
     for wrong in (mask()[:, 1:], mask(0, 1, 2, 4)):
         refused("attention_mask must be zeros, then ones", wrong)
     with torch.autocast("cpu", torch.bfloat16):
-        refused("unable to do torch.autocast")
+        refused("not supported: torch.autocast")
     hooks = (lambda *given: None, torch.no_grad()(lambda *given: None))
     for module, hook in itertools.product((llama[0], llama[0].model.layers[1]), hooks):
         for register in (module.register_forward_hook, module.register_forward_pre_hook):
             with register(hook):
-                refused("unable to do forward hooks on the target")
+                refused("not supported: forward hooks on the target")
 
 def test_the_front_door_says_what_it_lacks(llama):
     target, draft = llama
     ids = prompt_of(12)
-    for words, given in {"draft is needed": dict(), "method must": dict(tree="none", method="none"),
+    for words, given in {"no draft": dict(), "method must": dict(tree="none", method="none"),
             "model.s tokenizer": dict(assistant_model=draft, stop_strings=[]),
             "pixel_values": dict(assistant_model=draft, pixel_values=ids),
-            "do assistant_tokenizer": dict(assistant_model=draft, assistant_tokenizer=0),
+            ": assistant_tokenizer": dict(assistant_model=draft, assistant_tokenizer=0),
             "not compiled .* OptimizedModule": dict(assistant_model=torch.compile(draft))}.items():
         with pytest.raises(ValueError, match=words):
             sequoia.generate(target, ids, max_new_tokens=4, **given)
-    with pytest.raises(ValueError, match="do assistant_model"):
-        Decoder(target, draft).generate(ids, assistant_model=draft)
-    assert sequoia.tree_shape("1024x7") == (1024, 7) and sequoia.tree_shape("none") == NO_TREE
-    for tree in (("16", 5), (16, 5, 3), (16.0, 5), (True, 5), [16, 5], "1025x7", (1025, 7), "16x5x3", None):
+    for wrong, words in ("f", "be ids"), (target, "be ids"), (dict(input_ids=[[1]]), "be ids"), (ids, ": a"):
+        with pytest.raises(ValueError, match=words):
+            Decoder(target, draft).generate(wrong, assistant_model=draft if wrong is ids else None)
+    assert sequoia.tree_shape("9x7") == sequoia.tree_shape([9, 7]) == (9, 7) != sequoia.tree_shape("none")
+    for tree in (("16", 5), (16, 5, 3), (16.0, 5), (True, 5), [16], "1025x7", (1025, 7), "16x5x3", None):
         with pytest.raises(ValueError, match="tree must be"):
             sequoia.tree_shape(tree)
     encoding = transformers.BatchEncoding(dict(input_ids=ids, attention_mask=mask(0, 1)))
@@ -1817,7 +1818,7 @@ def test_what_is_printed_is_generates_text_and_explain_draws_its_trees(capfd):
     assert texts[0] == texts[1]
 
 SUMMARY = (r"\ntokens (\d+), steps (\d+), seconds ([\d.]+): ([\d.]+) tokens a step, ([\d.]+) a second; "
-           r"tree (\d+)x(\d+) in (\d+) steps: (.*)\nmethod .*\n")
+           r"tree (\d+)x(\d+) in (\d+) of them: (.*)\nmethod .*\n")
 
 @pytest.mark.parametrize("tree, more", [("none", ()), ("8x4", ()), ("auto", ("--method", "gumbel"))])
 def test_the_numbers_of_the_summary_add_up(folders, capfd, monkeypatch, tree, more):
