@@ -826,12 +826,16 @@ TEXT_FREE = (TemperatureLogitsWarper, *CUTS)
 class Sampling:
     """How a row of a call samples: its method, and the processors that shape both models' scores."""
 
-    def __init__(self, method, processors, padding=(), row=0, rows=1):
+    def __init__(self, method, processors, padding=(), row=0, rows=1, criteria=()):
         self.method = method
         self.processors = [of_row(processor, row) for processor in processors]
         self.padding = padding       # tokens before the text, for the processors alone
         self.row = row               # of a batch of so many rows
         self.rows = rows
+        # The tokens and the length that end a text.
+        self.ends = {token for one in criteria if isinstance(one, transformers.EosTokenCriteria)
+                     for token in one.eos_token_id.tolist()}
+        self.max_length = getattr(criteria, "max_length", None) or sys.maxsize
         self.attributes = set()      # of the processors, as `check_memory` has seen them printed
         text_free = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_FREE]
         self.reads_text = len(text_free) < len(processors)
@@ -839,22 +843,23 @@ class Sampling:
         # among them: a changed one keeps the plan, and no step is recorded with it.
         self.settings = (method, self.reads_text, text_free)
 
-    def scores(self, logits, texts=None, draft=False):
-        """A model's scores after some texts, (texts, V): float32. texts: needed if a processor reads them."""
+    def scores(self, logits, text=None, paths=None, draft=False):
+        """A model's scores after some paths, (paths, V): float32. Paths begin with the text's last token. If
+        no processor reads them, they need not be given."""
         scores = logits.float()
         if draft:
             scores = never_ruled_out(scores)
         if self.reads_text:
-            return torch.cat([self.processed_after(*one, draft) for one in zip(texts, scores.split(1))])
+            return torch.cat([self.processed_after(text, *one, draft) for one in zip(paths, scores.split(1))])
         return self.processed(None, scores, draft)
 
-    def check_memory(self, logits, text):
-        """Raises ValueError if processors, as printed, have changed since the last text, or if a second call
+    def check_memory(self, logits, text, path):
+        """Raises ValueError if processors, as printed, have changed since the last path, or if a second call
         after this one, with any logits, (1, V), changes them or their scores. What counts its calls, or
         follows the text by itself, would count and follow a tree's nodes."""
         chances = []
         for _ in range(2):
-            chances.append(self.scores(logits, [text]).softmax(dim=1))
+            chances.append(self.scores(logits, text, [path]).softmax(dim=1))
             values = [value for one in self.processors for value in getattr(one, "__dict__", {}).values()]
             # An attribute may be an object with attributes. Of a large array only the ends are printed.
             inner = [getattr(value, "__dict__", None) for value in values]
@@ -866,11 +871,13 @@ class Sampling:
             raise ValueError(f"not supported: a logits processor with a memory. From call to call one gives "
                              f"other scores, or changes its attributes: {names_of(self.processors)}")
 
-    def processed_after(self, text, scores, draft):
-        # Below a child that does not exist nothing is used, and a processor may not know what to say.
-        if (text < 0).any():
+    def processed_after(self, text, path, scores, draft):
+        text = torch.cat([text.new_tensor(self.padding), text[:-1], path])
+        # Below a child that does not exist, and where the text has ended, nothing is used, and a processor
+        # may not know what to say.
+        ended = len(text) >= self.max_length or self.ends.intersection(path[1:].tolist())
+        if ended or (path < 0).any():
             return scores
-        text = torch.cat([text.new_tensor(self.padding), text])
         # Some processors know how many rows their batch has. They get so many copies of this text, and this
         # row's answer is taken.
         shown = text.repeat(self.rows, 1)
@@ -972,9 +979,9 @@ class TreeStep:
 
         def scores(logits, nodes, draft=False):
             """A model's scores after these nodes, an index of them, (nodes, V)."""
-            # After the text up to the root come the nodes from the root to this one.
-            texts = (torch.cat([text[:-1], tokens[:-1][layout.mask[node]]]) for node in nodes)
-            return sampling.scores(logits, texts, draft)
+            # From the root, the text's last token, to each node.
+            paths = (tokens[:-1][layout.mask[node]] for node in nodes)
+            return sampling.scores(logits, text, paths, draft)
 
         def noisy(p, nodes):
             return p + noise[nodes] if method.shared_noise else p
@@ -1398,7 +1405,8 @@ class Decoder:
             rows = []
             steps = []
             for row, text in enumerate(ids):
-                sampling = Sampling(method, logits_processor, text[mask[row] == 0].tolist(), row, len(ids))
+                sampling = Sampling(method, logits_processor, text[mask[row] == 0].tolist(), row, len(ids),
+                                    stopping_criteria)
                 rows.append(self.decode_row(text, sampling, stopping_criteria, stream, steps))
             if streamer is not None:
                 streamer.end()
@@ -1490,7 +1498,7 @@ class Decoder:
         # Without a draft a single row's processors are called as `generate` calls them.
         checks_memory = sampling.reads_text and (len(self.models) > 1 or sampling.rows > 1)
         if checks_memory:
-            sampling.check_memory(logits[-1:], text)
+            sampling.check_memory(logits[-1:], text, text[-1:])
         # The prompt's pass has scored the root. What is left is to draw, for which no pass is needed.
         first = TreeStep(NO_TREE, self.target, self.draft, logits.shape[1], self.seed, self.generator,
                          static=False)
@@ -1515,7 +1523,8 @@ class Decoder:
             step = tree_step(text, sampling)
             if checks_memory:
                 # Before the step's tokens are known outside.
-                sampling.check_memory(logits[-1:], torch.cat([text, text.new_tensor(step.tokens)]))
+                path = text.new_tensor([text[-1], *step.tokens])
+                sampling.check_memory(logits[-1:], text, path)
             if self.sharded:
                 # All ranks plan by rank 0's clock.
                 seconds = [step.seconds]

@@ -655,7 +655,7 @@ def scores_by(model, sampling, seed, is_draft):
         noise = 0
         if sampling.method.shared_noise:
             noise = sequoia.shared_noise(seed, torch.tensor([len(text) - 1]), logits.shape[1])[0]
-        found = (sampling.scores(logits, [text], is_draft)[0] + noise).double()
+        found = (sampling.scores(logits, text, [text[-1:]], is_draft)[0] + noise).double()
         return found if sampling.method is METHODS["sequoia"] else found * 1e6
     return scores
 
@@ -1286,7 +1286,6 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(bundled, llama):
     assert sequoia.generate(target, ids, assistant_model=draft, **never).shape == (1, 17)
     arguments["stopping_criteria"] = [transformers.StopStringCriteria(tokenizer, "\0\0")]
     assert sequoia.generate(target, ids, assistant_model=draft, **arguments).shape[1] == ids.shape[1] + 40
-    # Without an EOS token `generate` goes on with a row that a string has ended.
     with pytest.raises(ValueError, match="StopStringCriteria in a batch"):
         sequoia.generate(llama[0], TWO_ROWS, assistant_model=llama[1], **arguments)
 
@@ -1309,7 +1308,6 @@ SYNTH_ID, SKIPS = (transformers.SynthIDTextWatermarkingConfig(3, [3, 5, 7], skip
 LONG = transformers.MaxLengthCriteria(258)
 GREEN = transformers.WatermarkingConfig(bias=4.0)
 STOP = transformers.GenerationConfig(stop_strings=["a"])
-BUDGET = type("Budget", (), {"n": 9, "__call__": lambda self, i, p: setattr(self, "n", self.n - 1) or p})
 HIDDEN = torch.arange(2000) == 700
 LAST = type("Last", (), {"__call__": lambda self, i, p: setattr(self, "n", HIDDEN * (i.shape[1] > 13)) or p})
 WRITES = (lambda i, p: i[:, -1].fill_(5) + p if i.shape[1] > 13 else p)
@@ -1328,11 +1326,13 @@ CALLS += [(given, TEXT) for given in (
         dict(method=METHODS["topk"]), dict(position_ids=torch.arange(12)[None]), dict(num_beams=1),
         dict(prompt=prompt_of(250), max_new_tokens=7), dict(stopping_criteria=[at_17]),
         dict(prompt=TWO_ROWS, eos_token_id=9, pad_token_id=0), dict(prompt=TWO_ROWS, max_time=60.0))]
-# Processors see each node's own path, and may be of any dtype.
+# Processors see each node's own path, and no text behind its end. They may be of any dtype.
 CALLS += [(dict(given, max_new_tokens=25), TEXT) for given in (
         dict(repetition_penalty=1.5), dict(no_repeat_ngram_size=2), dict(bad_words_ids=[[5], [7, 9]]),
         dict(min_new_tokens=15, eos_token_id=list(range(2, 40))), dict(sequence_bias=[[[11, 12], 9.0]]),
         dict(prefix_allowed_tokens_fn=lambda i, ids: list(range(2 + len(ids) % 5, 64, 2))),
+        dict(prefix_allowed_tokens_fn=lambda i, ids: [7 + (len(ids) < 17)] * (ids[-1] != 7), eos_token_id=7),
+        dict(logits_processor=[lambda i, p: p.roll([*range(25)][i.shape[1] - 12])]),
         dict(logits_processor=[lambda i, p: p.roll(1)]), dict(logits_processor=[Odd(1.0)]),
         dict(logits_processor=[lambda i, p: p.double()]), dict(logits_processor=[lambda i, p: p.bfloat16()]))]
 CALLS += [(dict(attention_mask=rows), "on the left") for rows in (mask(3), 0 * mask(), 2 * mask(0), mask(11))]
@@ -1340,19 +1340,19 @@ CALLS += [
     (dict(logits_processor=[lambda i, p, calls=itertools.count(): p.roll(next(calls), 1)]), "a memory"),
     (dict(prompt=TWO_ROWS, stopping_criteria=[at_17], eos_token_id=9), "function in a batch"),
     (dict(prompt=TWO_ROWS, attention_mask=torch.cat([mask(), 0 * mask()])), "on the left"),
-    (dict(prompt=TWO_ROWS, stopping_criteria=[at_17]), "in a batch"), (dict(method=["x"]), "got .'x'.$"),
-    (dict(draft=make_pair("gpt2")[1].to("meta")), "device.*cpu.*meta"), (dict(draft="x"), "name; got str"),
-    (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"), (dict(draft=None), "no draft"),
+    (dict(draft=make_pair("gpt2")[1].to("meta")), "device.*cpu.*meta"), (dict(method=["x"]), "got .'x'.$"),
+    (dict(prompt=TWO_ROWS, stopping_criteria=[at_17]), "in a batch"), (dict(draft=TOO_FEW), "one vocabulary"),
+    (dict(PLAIN, guidance_scale=1.5, prompt=TWO_ROWS), "guidance"), (dict(guidance_scale=1.5), "guidance"),
     (dict(stopping_criteria=[LONG]), "up to 256 .* 12, .* 258"), (dict(logits_processor=[WRITES]), "changes"),
     (dict(attention_mask=torch.ones(1, 9)), "attention_mask"), (dict(watermarking_config=SKIPS), "a memory"),
     (dict(max_new_tokens=246), "up to 256 .* has 12, .* 258"), (dict(tree=(100, 2)), "no such tree has 100"),
     (dict(draft=LLAMA.model), "language model .* LlamaModel"), (dict(prompt=prompt_of(0)), "one token or"),
-    (dict(logits_processor=[BUDGET()]), "a memory.*Budget"), (dict(watermarking_config=SYNTH_ID), "a memory"),
-    (dict(stopping_criteria=[editing]), "changes the text"), (dict(prompt=prompt_of(12) > 0), "be integers"),
+    (dict(stopping_criteria=[editing]), "changes the text"), (dict(watermarking_config=SYNTH_ID), "a memory"),
     (dict(prompt=torch.tensor([[5, 64]])), "63; got .64"), (dict(prompt=torch.tensor([[-1, 63]])), "got .-1"),
     (dict(prompt=prompt_of(12).float()), "be integers"), (dict(logits_processor=[TARDY]), "changes.*lambda"),
-    (dict(logits_processor=[LAST()]), "changes.*Last"), (dict(generation_config=STOP), "tokenizer"),
-    (dict(draft=TOO_FEW), "one vocabulary"), (dict(guidance_scale=1.5), "guidance")]
+    (dict(logits_processor=[LAST()]), "changes.*Last"), (dict(prompt=prompt_of(12) > 0), "be integers"),
+    (dict(generation_config=STOP), "tokenizer"), (dict(draft="x"), "name; got str"),
+    (dict(draft=None), "no draft")]
 
 @quick
 @pytest.mark.parametrize("given, words", CALLS, ids=[",".join(given) for given, _ in CALLS])
