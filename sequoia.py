@@ -1466,7 +1466,8 @@ class Decoder:
             "a quantized cache": config.cache_implementation == "quantized",
             "torch.autocast": torch.is_autocast_enabled(ids.device.type),
             "forward hooks on the target": any(map(is_foreign, hooks))}
-        if len(ids) > 1:
+        # Beams have made a row several.
+        if len(ids) > 1 and not unable["num_beams"]:
             # Without an EOS token `generate` lets a row that a criterion has ended go on to the others' end.
             by_row = BY_ROW if any(hasattr(one, "eos_token_id") for one in criteria) else BY_ROW[:2]
             unable |= {f"{type(one).__name__} in a batch": type(one) not in by_row for one in criteria}
