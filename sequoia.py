@@ -31,7 +31,7 @@ models. What a change of a section must keep, and the tests notice:
     6      a step adds what `step_plainly` adds, by the same random numbers, also in its form for a GPU
     7      on simulated machines, noisy ones too, the planned tree comes near the fastest
     8      but for rounding the text is that of `generate`, or it is an error, unless a processor hides state
-    9      an offloaded pass gives the plain pass's numbers, a packed one but for rounding, a trace the packed
+    9      offloaded, a pass gives the same numbers; packed, but for rounding; traced, exactly the packed ones
 
     python sequoia.py                                            # decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -863,7 +863,7 @@ class Sampling:
             values = [value for one in self.processors for value in getattr(one, "__dict__", {}).values()]
             # An attribute may be an object with attributes. Of a large array only the ends are printed.
             inner = [getattr(value, "__dict__", None) for value in values]
-            sums = [value.sum() for value in values if hasattr(value, "sum")]
+            sums = [value.sum() for value in values if isinstance(value, Tensor | np.ndarray)]
             self.attributes.add(repr([values, inner, sums]))
         # On a GPU a sum may be rounded otherwise from call to call.
         alike = torch.allclose(*chances, atol=1e-3, equal_nan=True)
