@@ -36,8 +36,9 @@ of section 9. If you change a section, this must stay true, and a test fails if 
     python sequoia.py                                            # section 11: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
-Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, hooks, and processors that
-remember earlier calls. MIT licence, copyright (c) 2026 the sequoia.py authors."""
+Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, hooks of your own, and
+logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and transformers 5.17, or later ones.
+MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, collections, contextlib, itertools, math, os, re, sys, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -520,8 +521,8 @@ class CachedModel:
                         *[mask[None, None, nodes] for mask in masks])
 
     def forward(self, ids, positions, slots, store, *masks):
-        """The pass over nodes as a function of tensors, so that it can be traced. It writes to the given slots
-        and reads the first ones, as many as a mask is wide."""
+        """The pass over nodes as a function of tensors, so that it can be traced. It writes to the given
+        slots and reads the first ones, as many as a mask is wide."""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
@@ -574,9 +575,9 @@ def context_of(config):
             context = max(context, int(one["factor"] * original))
     return context
 
-# Step 4 of `step_plainly` on tensors: walk down as long as a child is accepted. Both functions return the path,
-# (levels,), and for its last node what the target wanted and the residual, (1, V). They are given
-# `try_children`: from an index of nodes the accepted child of each or NONE, (rows,), and the same two for each.
+# Step 4 of `step_plainly` on tensors: walk down as long as a child is accepted. Both functions return the
+# path, (levels,), and for its last node what the target wanted and the residual, (1, V). They are given
+# `try_children`: from an index of nodes, for each its accepted child or NONE, (rows,), and the same two.
 
 def walk(try_children, layout):
     path = [layout.nodes[:1]]
@@ -712,8 +713,8 @@ class TreeStep:
         return torch.cat([path[-1:], token, tokens[:-1]])
 
     def grow_tree(self, scores, placement, propose, noise):
-        """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level gives
-        all their children. Returns the draft's scores, (size, V), of which a leaf's mean nothing."""
+        """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
+        gives all their children. Returns the draft's scores, (size, V), of which a leaf's mean nothing."""
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
         q = torch.empty(self.tree.size, vocabulary, dtype=torch.float32, device=tokens.device)
         for (parents, fed, children), noise_of_level in zip(self.layout.levels, noise):
@@ -784,7 +785,7 @@ class Planner:
         return next(self.trees)
 
     def best_of_shape(self):
-        """Yields the tree of each step: a given one, or the best of a given shape by the rates known so far."""
+        """Yields the tree of each step: a given one, or the best of a given shape by the rates so far."""
         while True:
             if isinstance(self.shape, tuple):
                 self.tree = optimal_tree(self.rates(), *self.shape)
@@ -812,8 +813,8 @@ class Planner:
                 trials.append(optimal_tree(rates, trial, self.tree.depth + 2))
             else:
                 yield from itertools.repeat(self.tree, self.steps)
-                # Before the next plan each trial loses its oldest time, which may have been a slow one.
-                for tree in trials:
+                # Before the next plan the first trials lose their oldest times, which may have been slow.
+                for tree in trials[:3]:
                     self.seconds[tree].popleft()
 
     def latency(self, trials):
@@ -844,9 +845,14 @@ class Planner:
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
         chance that all before it are rejected. They are made to fall, see `plan`."""
-        chance_if_tried = (self.accepted + PRIOR_TRIES * PRIOR) / (self.tried + PRIOR_TRIES)
-        chance_tried = np.cumprod([1, *(1 - chance_if_tried[:-1])])
-        return np.minimum.accumulate(chance_if_tried * chance_tried)
+        rates = []
+        chance = chance_tried = 1.0
+        for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
+            # A child is hardly accepted more often than its elder, so the guess must not say so, either.
+            chance = (accepted + PRIOR_TRIES * min(guess, chance)) / (tried + PRIOR_TRIES)
+            rates.append(chance_tried * chance)
+            chance_tried *= 1 - chance
+        return np.minimum.accumulate(rates)
 
     def speedup(self, steps):
         """How many times the speed of no tree these steps had; None before that was timed often enough."""
@@ -1020,8 +1026,8 @@ class Report(NamedTuple):
     def __str__(self):
         verdict = f": about {self.speedup:.1f} times the speed of no tree" if self.speedup else ""
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
-                f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per second, "
-                f"tree {self.tree.size}x{self.tree.depth}{verdict}")
+                f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per "
+                f"second, tree {self.tree.size}x{self.tree.depth}{verdict}")
 
 class Decoder:
     """Decodes one text after another with a target and a draft, behind transformers' `generate`:
@@ -1030,8 +1036,8 @@ class Decoder:
         decoder.generate(inputs, do_sample=True, temperature=0.6)
 
     draft        a model of the same vocabulary; not needed if the tree is "none"
-    tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the fastest
-                 once it is known, and until then a tree of 8 nodes
+    tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
+                 fastest once it is known, and until then a tree of 8 nodes
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
@@ -1271,8 +1277,8 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # With this in place of the pass, `logits` returns what it would be given: for two examples, of 3 and of 15
-    # nodes, in other slots.
+    # With this in place of the pass, `logits` returns what the pass would be given: two examples, of 3 and of
+    # 15 nodes, in other slots.
     cached.run = lambda *inputs: inputs
     layout = Layout(k_ary(2, 4), "cpu")
     masks = cached.sliding_masks(layout)
@@ -1432,8 +1438,8 @@ def explain(target, draft, text, args, tokenizer, generator):
     tree = Planner(args.tree).tree
     added = []
     while len(added) < args.max_new_tokens and tokenizer.eos_token_id not in added:
-        step = step_plainly(partial(scores, target, False), partial(scores, draft, True), text, tree, generator,
-                            say=print, word=lambda token: repr(tokenizer.decode(token)))
+        step = step_plainly(partial(scores, target, False), partial(scores, draft, True), text, tree,
+                            generator, say=print, word=lambda token: repr(tokenizer.decode(token)))
         print(f"adds {tokenizer.decode(step)!r}\n")
         added += step.tolist()
         text = torch.cat([text, step])

