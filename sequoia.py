@@ -37,7 +37,7 @@ of section 9. If you change a section, this must stay true, and a test fails if 
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, hooks of your own, and
-logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and transformers 5.17, or later ones.
+logits processors that remember earlier calls. Needs Python 3.11, torch 2.11, transformers 5.17 or later ones.
 MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, collections, contextlib, itertools, math, os, re, sys, time, warnings
 from collections.abc import Mapping
@@ -546,8 +546,9 @@ def check_fit(model):
     """Raises ValueError for a kind of model that cannot be fed trees. `Decoder.probe` finds out more."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a loaded language model of transformers, got {name}. Give a PEFT model's "
-                         f"merge_and_unload(), a compiled model's _orig_mod, or a pipeline's model")
+        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
+                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
+                         f"or a pipeline's model")
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     devices = {weight.device for weight in model.parameters()}
