@@ -213,8 +213,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     """The whole method in one function, without caches, masks or batches: the tokens that one step adds.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`); those more than 700 below its highest should be equal, because
-    Q is 0 there in float64. say, word: see `verify_one_node`.
+    must be finite (see `never_ruled_out`), and none more than 700 below the highest unless all of these are
+    equal, because probabilities in float64 end near e^-745. say, word: see `verify_one_node`.
 
     The rest of the file does the same, faster, and is tested against it. Greedy decoding is the limit of
     scores that are divided by a temperature towards 0."""
@@ -280,7 +280,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
     where `below` is best[0] on the next level. No nodes are worth 0, and nodes without a place -inf."""
     rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
-    depth = size if depth is None else depth
+    depth = size if depth is None else min(size, depth)
     if min(size, depth) < 1:
         raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     n = np.arange(size)[:, None]
@@ -418,7 +418,7 @@ class Layout:
         offsets      [0, 1, 2, 3, -1]              slot minus base; the last element is previous
         depths       [0, 1, 1, 2, -1]              position minus base, likewise
         mask         (size + 1, size)              which nodes a node sees; previous sees none
-        children     [[-1, 1, 2], [-1, 3, -1], ..  after NONE, in rank order, padded with NONE
+        children     [[-1, 1, 2], [-1, 3, -1], ..] first NONE, then in rank order, padded with NONE
         levels[0]    [0], [4, 0], [[1, 2]]         the nodes with children on a level; what the draft is fed
         levels[1]    [1], [1], [[3]]               for them (4 is previous); their children"""
 
@@ -640,7 +640,7 @@ class TreeStep:
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        # A text of one token has no previous. The root stands in for it, in a slot that no node sees.
+        # A text of one token has no previous. It only meets a step without a tree, which does not feed it.
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
@@ -738,8 +738,8 @@ PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # A tree needs so many timed steps before it is compared with others; and so many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trees are tried once there have been so many steps, or if so many tokens are still to come. A shorter text
-# would end before a plan makes up for the trials, so it keeps the first tree, which is decent.
+# Trees are tried if the steps so far and the tokens still to come are so many together. A shorter text would
+# end before a plan makes up for the trials, so it keeps the first tree, which is decent.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -1266,8 +1266,9 @@ def pack_linear(layer):
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and traces
     its pass, which about halves a small model's time. Afterwards do not change, save, load or move the model,
-    nor share it between threads. A model that cannot be packed is returned unchanged. Raises ValueError if
-    packing, for which torch has no public operators, changes the numbers by more than rounding.
+    nor share it between threads. A model that is packed already, offloaded, on a GPU, or of a dtype that oneDNN
+    cannot take is returned unchanged. Raises ValueError for an unfit model, and if packing, for which torch has
+    no public operators, changes the numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     that Python took in that run, such as a mixture's experts, is then final. So the trace is given up unless
@@ -1429,7 +1430,9 @@ def explain(target, draft, text, args, tokenizer, generator):
     sampling = Sampling(SEQUOIA, processors)
 
     def scores(model, is_draft, text):
-        logits = model(text[None]).logits[:, -1]
+        # As everywhere, a draft's vocabulary may be padded to another length.
+        ids = text.clamp(max=model.get_input_embeddings().num_embeddings - 1)
+        logits = model(ids[None]).logits[:, -1]
         missing = target.get_input_embeddings().num_embeddings - logits.shape[1]
         logits = pad(logits, (0, missing), value=RULED_OUT)
         shaped = sampling.scores(logits, is_draft=is_draft)[0].double()

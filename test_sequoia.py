@@ -1782,7 +1782,7 @@ UNFIT = {
     "'sdpa'": lambda fit: fit.set_attn_implementation("flex_attention") or fit,
     r"in training mode: call its eval\(\)": lambda fit: fit.train(),
     "language model of transformers, got LlamaModel": lambda fit: fit.model,
-    r"Sequential. Give .* merge_and_unload\(\)": torch.nn.Sequential,
+    r"Sequential: give .* merge_and_unload\(\)": torch.nn.Sequential,
     "got OptimizedModule. .* a compiled model's _orig_mod": torch.compile,
     "got TextGenerationPipeline. .* a pipeline's model": piped,
     "a loaded language model .* got str": lambda fit: "a/name"}
