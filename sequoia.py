@@ -191,7 +191,8 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
 
     Returns the accepted child's rank and R; or NONE and the residual R, (V,), from which the token is then to
-    be drawn. say: called with a line of text for each child that is tried, where word(token) names it."""
+    be drawn. Once all tokens that the draft can give are rejected, D is uniform over the others. say: called
+    with a line of text for each child that is tried, where word(token) names it."""
     R, D = P, Q
     for rank, s in enumerate(tokens):
         ratio = R[s] / D[s]
