@@ -1026,7 +1026,8 @@ class Report(NamedTuple):
     speedup: float | None    # how many times the speed of no tree the steps had, if that is known
 
     def __str__(self):
-        verdict = f": about {self.speedup:.1f} times the speed of no tree" if self.speedup else ""
+        is_known = self.speedup and self.tree != NO_TREE
+        verdict = f": about {self.speedup:.1f} times the speed of no tree" if is_known else ""
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
                 f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per "
                 f"second, tree {self.tree.size}x{self.tree.depth}{verdict}")
