@@ -211,6 +211,12 @@ def test_random_numbers_have_53_bits_and_the_smallest_noise_keeps_its_precision(
     largest = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
     assert sequoia.gumbel_noise(largest).item() == pytest.approx(53 * math.log(2))
 
+@quick
+def test_a_token_of_a_tiny_chance_is_drawn_because_sums_are_in_float64():
+    weights = torch.tensor([[1.0, 2.0**-40]])
+    u = torch.tensor([[2.0**-42, 2.0**-38]], dtype=torch.float64)
+    assert sequoia.draw(weights, u).tolist() == [[1, 0]]
+
 # --- 3  One node and one step, plainly ----------------------------------------------------------------------
 # A model is a table for each level, (V**level, V): its distributions after every path of that length, whose
 # tokens, read as digits of base V, give the row.
@@ -413,6 +419,12 @@ def test_a_child_beyond_the_last_rate_is_never_accepted_and_depth_is_free_by_def
     assert expected_tokens(Tree([-1, 0, 0, 1, 3]), [0.6, 0.2, 0.1]) == pytest.approx(2.376)
     assert optimal_tree([1.0], 200) == chain(199)
 
+@quick
+def test_levels_deeper_than_the_rates_use_the_last_row():
+    rates = [[0.3, 0.1], [0.9, 0.05]]
+    best = max(expected_tokens(tree, rates) for tree in SMALL_TREES if tree.size == 6)
+    assert expected_tokens(optimal_tree(rates, 6), rates) == pytest.approx(best)
+
 # --- 5  Many nodes at once, and 8  Other methods ------------------------------------------------------------
 BY_RATIOS = [name for name, method in METHODS.items() if not method.own]
 
@@ -509,6 +521,13 @@ def test_a_draft_of_nan_takes_nothing_from_the_residual(name):
     assert found[0] == 0
     assert residual[0].equal(P[0])
     assert not residual.isnan().any()
+
+@quick
+def test_gumbels_noise_comes_from_the_generator_and_is_new_in_every_call():
+    generator = seeded(0)
+    even = torch.full((1, 8), 1 / 8)
+    drawn = {int(sample_and_verify(even, even, 2, "gumbel", generator)[1]) for _ in range(40)}
+    assert len(drawn) > 4
 
 def test_gumbels_child_is_accepted_as_often_as_is_exact():
     """Token j is both models' if E_j / P_j and E_j / Q_j are the least: 1 / sum max(P_i / P_j, Q_i / Q_j)."""
@@ -2073,6 +2092,17 @@ def test_what_cannot_be_packed_stays_as_it_is(monkeypatch, llama):
     assert not hasattr(pair[0], "_sequoia_pass") and both_texts(*pair) == both_texts(*llama)
 
 @needs_packing
+@quick
+def test_a_trace_that_is_right_for_its_own_example_alone_is_given_up():
+    """That example has three nodes; for more of them the numbers here are wrong."""
+    def spoilt(trace):
+        return SimpleNamespace(forward=lambda ids, *rest: trace(ids, *rest) + (ids.shape[1] > 3))
+
+    with mock.patch.object(torch.jit, "freeze", spoilt):
+        assert not is_traced(sequoia.pack(make_pair("llama")[0].bfloat16()))
+    assert is_traced(sequoia.pack(make_pair("llama")[0].bfloat16()))
+
+@needs_packing
 def test_packing_that_changes_numbers_is_an_error(monkeypatch):
     """By more than rounding, in one layer of fifteen."""
     pack_linear = sequoia.pack_linear
@@ -2161,6 +2191,14 @@ def test_options_shape_the_text_and_a_seed_names_it_with_gumbel_or_a_fixed_tree(
     greedy = run_main(capfd, *given, "--temperature=0")[1]
     for option in ("--top-k=1", "--top-p=0.0001", "--temperature=0.0001"):
         assert run_main(capfd, *given, option)[1] == greedy
+
+@quick
+def test_explain_cuts_as_the_options_say(capfd):
+    made = []
+    with mock.patch.object(sequoia, "Sampling", lambda *given: made.append(given) or Sampling(*given)):
+        assert sequoia.main(["--explain", "--top-p", "0.9", "--top-k", "7", "--max-new-tokens", "1"]) == 0
+    (_, processors), = made
+    assert [vars(one).get("top_p") or vars(one).get("top_k") for one in processors] == [None, 7, 0.9]
 
 @quick
 def test_explain_draws_each_tree_and_its_greedy_text_is_the_greedy_text(capfd):
