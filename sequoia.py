@@ -1268,9 +1268,9 @@ def pack_linear(layer):
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and traces
     its pass, which about halves a small model's time. Afterwards do not change, save, load or move the model,
-    nor share it between threads. A model that is packed already, offloaded, on a GPU, or of a dtype that oneDNN
-    cannot take is returned unchanged. Raises ValueError for an unfit model, and if packing, for which torch has
-    no public operators, changes the numbers by more than rounding.
+    nor share it between threads. A model that is packed already, offloaded, on a GPU, or of a dtype that
+    oneDNN cannot take is returned unchanged. Raises ValueError for an unfit model, and if packing, for which
+    torch has no public operators, changes the numbers by more than rounding.
 
     A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     that Python took in that run, such as a mixture's experts, is then final. So the trace is given up unless
