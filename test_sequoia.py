@@ -2092,7 +2092,6 @@ def test_what_cannot_be_packed_stays_as_it_is(monkeypatch, llama):
     assert not hasattr(pair[0], "_sequoia_pass") and both_texts(*pair) == both_texts(*llama)
 
 @needs_packing
-@quick
 def test_a_trace_that_is_right_for_its_own_example_alone_is_given_up():
     """That example has three nodes; for more of them the numbers here are wrong."""
     def spoilt(trace):
@@ -2192,7 +2191,6 @@ def test_options_shape_the_text_and_a_seed_names_it_with_gumbel_or_a_fixed_tree(
     for option in ("--top-k=1", "--top-p=0.0001", "--temperature=0.0001"):
         assert run_main(capfd, *given, option)[1] == greedy
 
-@quick
 def test_explain_cuts_as_the_options_say(capfd):
     made = []
     with mock.patch.object(sequoia, "Sampling", lambda *given: made.append(given) or Sampling(*given)):
