@@ -578,8 +578,8 @@ def context_of(config):
     return context
 
 # Step 4 of `step_plainly` on tensors: walk down as long as a child is accepted. Both functions return the
-# path, (levels,), and for its last node what the target wanted and the residual, (1, V). They are given
-# `try_children`: from an index of nodes, for each its accepted child or NONE, (rows,), and the same two.
+# path, and for its last node what the target wanted and the residual, (1, V). They are given `try_children`:
+# from an index of nodes, for each node its accepted child or NONE, what the target wanted, and the residual.
 
 def walk(try_children, layout):
     path = [layout.nodes[:1]]
@@ -593,7 +593,7 @@ def walk_without_branches(try_children, layout):
     """A CUDA graph cannot branch. So the children of all nodes are tried at once, and after a rejection the
     walk goes on at NONE, which has no child, while the path repeats its last node."""
     child, wanted, residual = try_children(layout.nodes)
-    child = pad(child, (0, 1), value=NONE)
+    child = pad(child, (0, 1), value=NONE)                  # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
     reached = path[0]
     for _ in layout.levels:
@@ -686,6 +686,7 @@ class TreeStep:
         # A target that draws its own token first needs no luck, because its ratios are 0 or 1.
         if not method.own:
             u = uniform(u.shape, generator, text.device)
+
         def scores(logits, nodes, is_draft=False):
             paths = (tokens[:-1][layout.mask[node]] for node in nodes)
             shaped = sampling.scores(logits, text, paths, is_draft)
