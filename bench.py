@@ -14,8 +14,7 @@
 A section alone prints its tables. With --quick it takes seconds, decides nothing and writes figures/quick.
 All methods take turns on the same prompts, seeds and weights. 1.33 ± 0.05 is a ratio of sums over prompts
 and half its 95% interval, which is paired: it tells how much other prompts would move the ratio."""
-import argparse, copy, functools, importlib.util, json, math, os, re, subprocess, sys, time
-from dataclasses import replace
+import argparse, copy, functools, importlib.util, itertools, json, math, os, re, subprocess, sys, time
 from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, TemperatureLogitsWarper
 
 import sequoia
-from sequoia import METHODS, NO_TREE, Decoder, expected_tokens, optimal_tree, sequences
+from sequoia import METHODS, NO_TREE, Decoder, expected_tokens, optimal_tree, sequences, verify_one_node
 
 HERE = Path(__file__).resolve().parent
 PAPER = json.loads((HERE / "figures" / "paper.json").read_text(encoding="utf-8"))
@@ -318,12 +317,18 @@ class Ours:
         seconds = time.perf_counter() - start
         return seconds, sum(len(step.tokens) for step in steps[1:]), len(steps) - 1
 
+    @property
+    def planner(self):
+        # All prompts are sampled alike.
+        planner, = self.decoder.planners.values()
+        return planner
+
     def learn(self, prompts):
         """Decodes prompts, and returns the arguments of the last plan: rates, sizes, t, c."""
         with mock.patch.object(sequoia, "plan", wraps=sequoia.plan) as plan:
             for prompt in tqdm(prompts, "learning", disable=None):
                 self(prompt, 64)
-            while self.decoder.planner.shape == "auto" and not plan.called:
+            while self.planner.shape == "auto" and not plan.called:
                 self(prompts[0], 64)
         return plan.call_args and plan.call_args.args
 
@@ -429,7 +434,7 @@ def contest(pair, prompts, temperature, args, report):
     rows = []
     for (name, setting), mine in runs.items():
         if setting == "auto":
-            tree = contenders[name, setting].decoder.planner.tree
+            tree = contenders[name, setting].planner.tree
             setting = f"auto {tree.size}x{tree.depth}"
         row = {"temperature": f"{temperature:g}", "method": name, "setting": setting}
         row["tokens/step"] = tokens_per_step(mine)
@@ -563,15 +568,23 @@ def trees_around(chosen, rates):
 # --- 10  verification: how often all children are rejected (sections 3.2 and 4.2.2, Figure 3) ---------------
 CHILDREN = (1, 2, 4, 8, 16, 32)
 
-def chances_of(method, wanted, q, tokens):
-    """The chance of each child to be the accepted one, (rows, k). It uses up its arguments."""
-    if method.own and not method.shares_noise:
+def chances_of(method, p, q, tokens):
+    """The chance of each child to be the accepted one, (rows, k), from scores."""
+    if method.wanted is sequoia.token_drawn:
         # The target draws its token from P, and a child that repeats an older sibling is never the first.
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
-        return torch.where((tokens >= 0) & ~repeated, wanted.gather(1, tokens.clamp(min=0)), 0)
-    ratios = torch.cat(list(method.ratios(wanted, q, tokens)), dim=1)
-    # A missing child's is NaN.
-    accepted = ratios.nan_to_num(0, posinf=1).clamp(max=1)
+        return torch.where(repeated, 0, p.softmax(dim=1).gather(1, tokens))
+    if method.wanted is sequoia.likeliest_token:
+        return (p.argmax(dim=1, keepdim=True) == tokens).float()
+    # In place of random numbers, something that notes the ratios it is compared with, and accepts nothing.
+    ratios = []
+    u = mock.MagicMock()
+    u.T = u.__getitem__.return_value = u
+    u.__iter__.side_effect = lambda: itertools.repeat(u)
+    u.__lt__.side_effect = lambda ratio: ratios.append(ratio) or torch.zeros_like(ratio, dtype=torch.bool)
+    method.verify(p.softmax(dim=1), q, tokens, u)
+    # A ratio of nothing to nothing is NaN.
+    accepted = torch.cat(ratios, dim=1).nan_to_num(0, posinf=1).clamp(max=1)
     return accepted * pad((1 - accepted).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
 @torch.inference_mode()
@@ -601,17 +614,18 @@ def rejection_rates(method, temperature, logits):
     generator = torch.Generator(logits[0][0].device).manual_seed(0)
     rates = np.zeros((len(logits), len(CHILDREN)))
     for i, (target, draft) in enumerate(logits):
-        p = sampling.scores(target)
-        q = sampling.scores(draft, is_draft=True)
-        noise = sequoia.gumbel_noise(sequoia.uniform(p.shape, generator, p.device))
-        if method.shares_noise:
+        p = sampling.processed(None, target, False)
+        q = sampling.processed(None, draft, True)
+        if method.noise:
+            seed = torch.randint(2**62, (1,), generator=generator, device=p.device)
+            noise = method.noise(seed, torch.arange(len(p), device=p.device)[:, None], p.shape[1])
             p += noise
             q += noise
-        tokens = method.propose(q, max(CHILDREN), noise, generator)                         # (rows, k)
+        random = functools.partial(sequoia.uniform, len(q), generator=generator, device=q.device)
+        tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
         for j, k in enumerate(CHILDREN):
             # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-            wanted = (method if method.shares_noise else replace(method, own=None)).wanted(p)
-            accepted = chances_of(method, wanted, q.clone(), tokens[:, :k]).sum(dim=1)
+            accepted = chances_of(method, p, q, tokens[:, :k]).sum(dim=1)
             rates[i, j] = (1 - accepted).mean().item()
     return rates
 
@@ -624,7 +638,7 @@ def scaling(args, report):
         # The rates are learned from every other prompt.
         learner = Ours(pair.fast, temperature, (32, 8))
         learner.learn(prompts[1::2])
-        rates = learner.decoder.planner.rates()
+        rates = learner.planner.rates()
         for size in [2**i for i in range(3, 6 if args.quick else 10)]:
             shapes = sequences_within(size)
             k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
@@ -657,11 +671,11 @@ def step(args, report):
     noted = []
     steps = []
 
-    def ratios(R, q, tokens):
-        for s, found in zip(tokens.T, method.ratios(R, q, tokens)):
-            # Before the generator goes on, R and q are still what this ratio was made of.
-            noted.append((float(q.softmax(dim=1)[0, s]), float(R[0, s] / R.sum())))
-            yield found
+    def verify(P, q, tokens, u, stops):
+        said = []
+        verify_one_node(P[0], q[0].softmax(dim=0), tokens[0], u[0], said.append)
+        noted.extend([float(number) for number in re.findall("[RD] ([.0-9]+)", line)] for line in said)
+        return method.verify(P, q, tokens, u, stops)
 
     def on_step(step):
         # They were tried in this order, up to the accepted one.
@@ -671,7 +685,7 @@ def step(args, report):
         steps.append((step, dict(zip(tried, noted))))
         noted.clear()
 
-    with mock.patch.dict(METHODS, sequoia=replace(method, ratios=ratios)):
+    with mock.patch.dict(METHODS, sequoia=method._replace(verify=verify)):
         # A GPU would try all nodes at once, as a graph, in which nothing can be noted.
         decoder = Decoder(*pair.fast, optimal_tree([0.6, 0.2, 0.1], 8, 4), on_step=on_step, cuda_graph=False)
     for i, prompt in enumerate(tqdm(texts(args, args.count, 128), "looking for a step", disable=None)):
@@ -685,7 +699,7 @@ def step(args, report):
             telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
             drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words)
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
-            if telling and drawable and min(target for _, target in tried.values()) > 0.05:
+            if telling and drawable and min(target for target, _ in tried.values()) > 0.05:
                 return show_step(report, step, tried, words, args.tokenizer.decode(text[:length]))
             length += len(step.tokens)
     raise ValueError("no step with a rejection and two accepted children was found: raise --count")
@@ -715,7 +729,7 @@ def show_step(report, step, tried, words, before):
         axis.text(x, y, words[node].replace(" ", "␣"), va="center", ha="center", color=colour,
                   family="monospace", zorder=9, bbox={"boxstyle": "round", "fc": "white", "ec": colour})
         if node in tried:
-            axis.text(7.6, y, "draft {:.2f}  target {:.2f}".format(*tried[node]), va="center", color=colour)
+            axis.text(7.6, y, "target {:.2f}  draft {:.2f}".format(*tried[node]), va="center", color=colour)
         # The new token was not in the pass, so it has no row in the mask. All see the text before.
         for other in ["text", *columns] if node < tree.size else ():
             x = 13.5 + 0.6 * columns.index(other) if other in columns else 12.5

@@ -42,7 +42,7 @@ MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, collections, contextlib, itertools, math, os, re, sys, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -127,9 +127,9 @@ def k_ary(k, depth):
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -math.inf
 
-def uniform(shape, generator=None, device=None):
-    """Random numbers u with 0 <= u < 1 and 53 random bits."""
-    return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+def uniform(rows, n, generator=None, device=None):
+    """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
+    return torch.rand(rows, n, generator=generator, dtype=torch.float64, device=device)
 
 def gumbel_noise(u):
     """Noise that turns choosing into sampling: the k largest of scores + noise are k different tokens, drawn
@@ -164,8 +164,8 @@ def draw(weights, u):
 def never_ruled_out(q):
     """A draft's scores, (rows, V), raised to at least -1000. Tokens to which the draft gives probability 0
     are then proposed after all others, each as likely as the next (Algorithm 2, lines 12 to 15), because the
-    target may want them."""
-    return q.clamp(min=-1000)
+    target may want them. A draft that says NaN is useless, but the text can go on."""
+    return q.nan_to_num(nan=-1000).clamp(min=-1000)
 
 # --- 3  One node and one step, plainly (sections 2.2 and 3.2, Algorithm 2) ----------------------------------
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
@@ -222,8 +222,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     # 1. All random numbers but the last. Only one node of a level is ever reached, so its nodes may share
     # them: a row of noise to propose children by, and a number for each child to accept or reject it by.
     random = partial(uniform, generator=generator, device=text.device)
-    noise = gumbel_noise(random((tree.depth - 1, len(draft(text)))))                        # (levels, V)
-    u = random((tree.depth, max(map(len, tree.children))))                                  # (levels, ranks)
+    noise = [gumbel_noise(random(1, len(draft(text)))) for _ in range(tree.depth - 1)]      # (1, V) each
+    u = random(tree.size, max(map(len, tree.children)))
     # 2. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
     q = {}
@@ -240,13 +240,13 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     R = scores[node].softmax(dim=0)
     while children := tree.children[node]:
         tokens = torch.stack([texts[child][-1] for child in children])
-        rank, R = verify_one_node(R, q[node].softmax(dim=0), tokens, u[tree.depths[node]], say, word)
+        rank, R = verify_one_node(R, q[node].softmax(dim=0), tokens, u[node], say, word)
         if rank == NONE:
             break
         node = children[rank]
         R = scores[node].softmax(dim=0)
     # 5. One more token is drawn from what rejections have left of the target.
-    last = draw(R[None], random((1, 1)))[0]
+    last = draw(R[None], random(1, 1))[0]
     say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
     return torch.cat([texts[node][len(text) :], last])
 
@@ -318,72 +318,58 @@ def checked_rates(acceptance_rates):
     return rates
 
 # --- 5  Many nodes at once ----------------------------------------------------------------------------------
-# From here on a row is a node: P, R (rows, V), the draft's scores q (rows, V), tokens (rows, k). Where a
-# processor rules out all but a few tokens, or a draft gives NaN, a node gets fewer children than its tree
-# has. The others are *missing children*: their token is NONE, they come last, and they are never accepted.
+# From here on a row is a node: P, R (rows, V), the draft's scores q (rows, V), tokens and u (rows, k). Where a
+# processor rules out all but a few tokens, a node gets fewer children than its tree has. The others are
+# *missing children*: their token is NONE, they come last, and they are never accepted.
 
-# A method decides about children by ratios. A generator gives those of all first children, (rows, 1), then
-# those of all second ones if the first are rejected, and so on. Meanwhile it turns R, which at first is P,
-# into the residual, (rows, V), not normalised. It may use up q.
+# The score of a token that was tried, below all others. It is finite, because a row of -inf has no softmax.
+TRIED = torch.finfo(torch.float32).min
 
-def ratios_in_turn(R, q, tokens, replacement=False):
-    """Algorithm 2 in rows. With replacement a rejected token stays in the draft (SpecInfer, section 8)."""
-    for s in tokens.T[:, :, None]:
-        exists = s >= 0
+def propose_different(q, k, random):
+    """Draws k different children in each row. random(n): as many random numbers for each row, (rows, n), or
+    the same for all, (1, n)."""
+    return most_likely(q + gumbel_noise(random(n=q.shape[1])), k)
+
+def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
+    """Algorithm 2 in rows. Returns the accepted child's rank, or k if there is none, (rows,), and the weights
+    from which the token is then to be drawn, (rows, V).
+
+    stops: whether to read the answers of a single row, and to try no child behind the accepted one.
+    replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
+    R = P
+    accepted = []
+    for s, u_of_rank in zip(tokens.T[:, :, None], u.T[:, :, None]):
+        exists = s != NONE
         s = s.clamp(min=0)
-        D = q.softmax(dim=1)
-        # Instead of dividing R by its sum we multiply D by it. A missing child takes nothing from R, even
-        # where no token is left for it, so that its D is NaN.
-        scale = R.sum(dim=1, keepdim=True) * exists
-        yield R.gather(1, s) * exists / (scale * D.gather(1, s))
-        R.addcmul_(scale, D.nan_to_num_(0), value=-1).clamp_(min=0)                     # max(R - scale D, 0)
+        # Instead of dividing R by its sum we multiply D by it. A missing child takes nothing from R.
+        D = q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
+        # Where a child is missing the ratio is NaN, which is not above u.
+        accepted.append(u_of_rank < R.gather(1, s) / D.gather(1, s) * exists)
+        if stops and accepted[-1]:
+            break
+        R = (R - D).clamp(min=0)
         if not replacement:
-            q.scatter_(1, s, RULED_OUT)
+            q = q.scatter(1, s, TRIED)
+    return outcome(accepted, R, P)
 
-def without_replacement(q, k, noise, generator):
-    """Draws k different children in each row."""
-    return most_likely(q + noise, k)
+def outcome(accepted, R, P):
+    """What `verify_nodes` returns, from the answers rank by rank, (rows, 1) each."""
+    # The maximum of booleans is found at the first that is true; here that is at k if all others are false.
+    rank = torch.cat([*accepted, torch.ones_like(P[:, :1], dtype=torch.bool)], dim=1).max(dim=1).indices
+    # If rounding leaves nothing of R, P stands in for it. Otherwise 1e-20 of it is too little to be drawn.
+    return rank, torch.add(R, P, alpha=1e-20)
 
-def fresh_noise(positions, vocabulary, generator, seed):
-    return gumbel_noise(uniform((len(positions), vocabulary), generator, positions.device))
+def distribution(scores, random):
+    return scores.softmax(dim=1)
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """How children are proposed and verified."""
-    propose: Callable            # from q, k, noise and a generator, the children's tokens, (rows, k)
-    ratios: Callable             # `ratios_in_turn`, or one like it
-    noise: Callable = None       # from positions, V, a generator and a seed, (positions, V)
-    own: Callable = None         # from scores and a generator, a token that the target draws first
-    shares_noise: bool = False   # whether the target's scores get the noise, too
+    propose: Callable            # `propose_different`, or one like it
+    verify: Callable             # `verify_nodes`, or one like it
+    wanted: Callable             # from the target's scores and random numbers, P, (rows, V)
+    noise: Callable = None       # see gumbel in section 8
 
-    def wanted(self, scores, generator=None):
-        """What the target wants: its distribution P, (rows, V), or the token it has drawn, (rows, 1)."""
-        return self.own(scores, generator) if self.own else scores.softmax(dim=1)
-
-    def verify(self, wanted, q, tokens, u, stops=False):
-        """Tries children, tokens (rows, k), with random numbers u, (rows, k): for each row the rank of the
-        accepted one plus 1, or 0, (rows,), and the residual. stops: whether to read the answers of a single
-        row, and to try no child behind the accepted one."""
-        residual = wanted.clone()
-        accepted = [torch.zeros_like(wanted[:, :1], dtype=torch.bool)]
-        # The ratios stand first, because only then `zip` runs their generator to its end, which completes the
-        # residual.
-        for ratios, u_of_rank in zip(self.ratios(residual, q, tokens), u.T[:, :, None]):
-            accepted.append(u_of_rank < ratios)
-            if stops and accepted[-1]:
-                break
-        # The maximum of booleans is found at the first that is true, or if none is, at 0.
-        return torch.cat(accepted, dim=1).max(dim=1).indices, residual
-
-    def last_token(self, wanted, residual, generator=None):
-        """Draws the token after the accepted ones, (rows,)."""
-        if self.own:
-            return wanted[:, 0]
-        # If rounding leaves no residual, P stands in for it. Otherwise 1e-60 of it is too little to be drawn.
-        R = torch.add(residual.double(), wanted, alpha=1e-60)
-        return draw(R, uniform((len(R), 1), generator, R.device))[:, 0]
-
-SEQUOIA = Method(without_replacement, ratios_in_turn, fresh_noise)
+SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # --- 6  The tree in a model's cache, and the step on a device -----------------------------------------------
 # How can one pass score a whole tree? All nodes go into the KV cache side by side. Each gets the position it
@@ -419,7 +405,7 @@ class Layout:
         offsets      [0, 1, 2, 3, -1]              slot minus base; the last element is previous
         depths       [0, 1, 1, 2, -1]              position minus base, likewise
         mask         (size + 1, size)              which nodes a node sees; previous sees none
-        children     [[-1, 1, 2], [-1, 3, -1], ..] first NONE, then in rank order, padded with NONE
+        children     [[1, 2, -1], [3, -1, -1], ..] in rank order, and behind them at least one NONE
         levels[0]    [0], [4, 0], [[1, 2]]         the nodes with children on a level; what the draft is fed
         levels[1]    [1], [1], [[3]]               for them (4 is previous); their children"""
 
@@ -433,13 +419,19 @@ class Layout:
         self.nodes = torch.arange(size, device=device)
         self.offsets, self.depths = rows([[*range(size), -1], [*tree.depths, -1]])
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)
-        self.children = rows([[NONE, *children] for children in tree.children])
+        self.children = rows([[*children, NONE] for children in tree.children])
         self.levels = []
         for depth in range(tree.depth - 1):
             parents = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
             fed = parents if depth else [size, 0]
             children = rows([tree.children[node] for node in parents])
             self.levels.append((rows([parents])[0], rows([fed])[0], children))
+
+    def place(self, base, visible):
+        """Places the tree with its root in slot `base`, (1,): slots and positions of its nodes and of previous,
+        (size + 1,), and the columns of `sliding_masks` that stand for the first `visible` slots, (visible,)."""
+        columns = torch.arange(visible, device=base.device) - base
+        return base + self.offsets, base + self.depths, columns
 
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
@@ -461,29 +453,30 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def grow(self, tokens):
-        """Makes room for so many tokens, and keeps those that are there. The capacity doubles."""
+        """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
         # Subtle: padding by nothing would still copy, but a captured graph keeps using the old memory.
         if tokens > self.store.shape[2]:
             capacity = max(256, 1 << (tokens - 1).bit_length())
             self.store = pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
+        return self.store.shape[2]
 
     def prefill(self, text, last=1):
         """Feeds a text, (length,), in an ordinary pass. The logits after its last tokens, (last, V)."""
         cache = transformers.DynamicCache()
-        # A draft's vocabulary may be padded to a shorter length than the target's.
-        ids = text.clamp(max=self.vocabulary - 1)[None]
-        # Some models number positions in their own way unless they are given.
-        positions = torch.arange(len(text), device=text.device)[None]
         # Not every model's code can leave out logits, so at the end they are cut off again.
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
-        output = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True,
-                            **keep)
+        output = self.model(
+            # A draft's vocabulary may be padded to a shorter length than the target's.
+            input_ids=text.clamp(max=self.vocabulary - 1)[None],
+            # Some models number positions in their own way unless they are given.
+            position_ids=torch.arange(len(text), device=text.device)[None],
+            past_key_values=cache, use_cache=True, **keep)
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
-        self.grow(len(text))
+        capacity = self.grow(len(text))
         if not len(self.store):
             # The first text shows how large entries are.
             heads, _, width = np.max([states.shape for states in layers], axis=0)
-            self.store = layers[0].new_zeros(len(layers), heads, self.store.shape[2], width)
+            self.store = layers[0].new_empty(len(layers), heads, capacity, width)
         # Clear what an earlier text left. A masked slot has weight 0, but 0 times NaN is NaN.
         self.store.zero_()
         for stored, states in zip(self.store, layers):
@@ -491,53 +484,44 @@ class CachedModel:
         return output.logits[0, -last:]
 
     def sliding_masks(self, layout):
-        """What nodes see of a slot depends on its distance from `base` alone. So the masks of all steps are
-        cut out of these, for each kind of layer (size + 1, 2 * capacity), with `base` in the middle."""
-        size, capacity = layout.tree.size, self.store.shape[2]
-        slots = torch.arange(-capacity, capacity, device=layout.mask.device)            # minus base
+        """What a node sees of a slot depends on the slot's distance from `base` alone. So all steps can use
+        these masks, (size + 1, 2 * capacity), one for each kind of layer, in which slot base + i is column i.
+        The slots before `base` thus have negative columns, which as indices count from the end."""
+        capacity, size = self.store.shape[2], layout.tree.size
+        slots = torch.arange(2 * capacity, device=layout.mask.device)                   # minus base
+        slots[capacity:] -= 2 * capacity
         # Every node sees the text, and in the tree its ancestors and itself.
         seen = (slots < 0).repeat(size + 1, 1)
-        seen[:, capacity : capacity + size] = layout.mask
+        seen[:, :size] = layout.mask
         # A window counts positions. In the text these are the slots, and free slots are not seen.
         positions = slots.clone()
-        positions[capacity : capacity + size] = layout.depths[:-1]
+        positions[:size] = layout.depths[:-1]
         distance = layout.depths[:, None] - positions
         return [torch.where(seen & (distance < window), 0.0, RULED_OUT).to(self.store)
                 for window in self.windows.values()]
 
-    def place(self, layout, masks, base, visible):
-        """Places a tree with its root in slot `base`, (1,), where the first `visible` slots are read. Returns
-        slots, positions, (size + 1,), and a mask for each kind of layer, (size + 1, visible)."""
-        columns = torch.arange(visible, device=base.device) - base + self.store.shape[2]
-        # Past the end of a draft's context all nodes share its last position. It may guess badly there.
-        positions = (base + layout.depths).clamp(max=self.context - 1)
-        return base + layout.offsets, positions, [mask.index_select(1, columns) for mask in masks]
-
-    def logits(self, tokens, nodes, placement):
-        """One pass over some of a tree's nodes: tokens (size + 1,), an index of nodes -> (nodes, V)."""
-        slots, positions, masks = placement
-        # A missing child has no id.
-        ids = tokens[nodes].clamp(0, self.vocabulary - 1)
-        return self.run(ids[None], positions[None, nodes], slots[nodes], self.store,
-                        *[mask[None, None, nodes] for mask in masks])
-
-    def forward(self, ids, positions, slots, store, *masks):
-        """The pass over nodes as a function of tensors, so that it can be traced. It writes to the given
-        slots and reads the first ones, as many as a mask is wide."""
+    def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
+        """One pass over some of a tree's nodes, (nodes,): tokens, slots, positions (size + 1,), `sliding_masks`
+        and their columns -> logits (nodes, V). It is a function of tensors, so that it can be traced."""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
                 layer = store[number, None, : states.shape[1], :, : states.shape[3]]
-                layer.index_copy_(2, slots, states)
-                read.append(layer[:, :, : masks[0].shape[3]])
+                layer.index_copy_(2, slots[nodes], states)
+                read.append(layer[:, :, : columns.shape[0]])
             return read
 
         # As masks and positions are given, attention asks a cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        mask = masks[0] if len(masks) == 1 else dict(zip(self.windows, masks))
-        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache,
-                          use_cache=True).logits[0]
+        masks = [mask[nodes[:, None], columns][None, None] for mask in masks]
+        # A missing child has no id. Past the end of a draft's context all nodes share its last position, and
+        # it may guess badly there.
+        return self.model(
+            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],
+            position_ids=positions[nodes].clamp(max=self.context - 1)[None],
+            attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
+            past_key_values=cache, use_cache=True).logits[0]
 
     def move(self, path, slots):
         """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers."""
@@ -577,30 +561,36 @@ def context_of(config):
             context = max(context, int(one["factor"] * original))
     return context
 
-# Step 4 of `step_plainly` on tensors: walk down as long as a child is accepted. Both functions return the
-# path, and for its last node what the target wanted and the residual, (1, V). They are given `try_children`:
-# from an index of nodes, for each node its accepted child or NONE, what the target wanted, and the residual.
+# Step 4 of `step_plainly` on tensors. Both functions return the path's nodes and the weights from which the
+# token after it is to be drawn, (1, V). `wanted` gives P of some nodes, and `verify` tries children of theirs.
 
-def walk(try_children, layout):
-    path = [layout.nodes[:1]]
-    while True:
-        child, wanted, residual = try_children(path[-1])
-        if child == NONE:
-            return torch.cat(path), wanted, residual
-        path.append(child)
+def walk(layout, wanted, verify):
+    tree, path = layout.tree, [0]
+    R = wanted(slice(1))
+    while children := tree.children[path[-1]]:
+        node = path[-1]
+        rank, R = verify(R, slice(node, node + 1), layout.children[node, None, : len(children)])
+        if rank == len(children):
+            break
+        node = children[rank]
+        path.append(node)
+        R = wanted(slice(node, node + 1))
+    return layout.nodes[path], R
 
-def walk_without_branches(try_children, layout):
+def walk_without_branches(layout, wanted, verify):
     """A CUDA graph cannot branch. So the children of all nodes are tried at once, and after a rejection the
     walk goes on at NONE, which has no child, while the path repeats its last node."""
-    child, wanted, residual = try_children(layout.nodes)
-    child = pad(child, (0, 1), value=NONE)                  # the last element, which the index NONE reads
+    everything = slice(None)
+    rank, R = verify(wanted(everything), everything, layout.children[:, :-1])
+    accepted = layout.children.gather(1, rank[:, None])[:, 0]
+    accepted = pad(accepted, (0, 1), value=NONE)            # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
     reached = path[0]
     for _ in layout.levels:
-        reached = child[reached]
+        reached = accepted[reached]
         # Children have larger numbers than their parents, and NONE is smaller than any.
         path.append(torch.maximum(path[-1], reached))
-    return torch.cat(path), wanted[path[-1]], residual[path[-1]]
+    return torch.cat(path), R[path[-1]]
 
 class Step(NamedTuple):
     """What one step did."""
@@ -620,14 +610,14 @@ class TreeStep:
     captured graph keeps using the memory it was captured with, so larger caches need a new TreeStep.
 
     models: the target and the draft. static: whether shapes are fixed and the host reads no value, so that
-    the second call can capture the step as a CUDA graph. seed: of shared noise (section 8), (1,)."""
+    the second call can capture the step as a CUDA graph."""
 
-    def __init__(self, tree, models, generator=None, static=False, seed=None):
+    def __init__(self, tree, models, generator=None, static=False):
         self.tree = tree
         self.models = models[: tree.depth]                              # without a tree nothing is drafted
         self.generator = generator
+        self.random = partial(uniform, generator=generator, device=models[0].store.device)
         self.static = static
-        self.seed = seed
         self.layout = Layout(tree, models[0].store.device)
         self.masks = [model.sliding_masks(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
@@ -671,63 +661,48 @@ class TreeStep:
 
     def on_device(self, text, sampling, logits=None):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
-        layout, tokens, method, generator = self.layout, self.tokens, sampling.method, self.generator
-        target, tree, width = self.models[0], self.tree, self.layout.children.shape[1]
+        target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
+        scores = partial(sampling.scores, text=text, tokens=tokens, mask=layout.mask)
 
-        # 1. The tree takes its place behind the text, and its levels get random numbers.
-        visible = target.store.shape[2] if self.static else len(text) - 1 + tree.size
-        placements = [model.place(layout, masks, self.base, visible)
-                      for model, masks in zip(self.models, self.masks)]
-        noise = [None] * tree.depth
-        if method.noise:
-            positions = self.base + layout.nodes[: tree.depth - 1 + method.shares_noise]
-            noise = method.noise(positions, target.vocabulary, generator, self.seed)
-        u = torch.zeros(tree.depth, width - 1, device=text.device)
-        # A target that draws its own token first needs no luck, because its ratios are 0 or 1.
-        if not method.own:
-            u = uniform(u.shape, generator, text.device)
-
-        def scores(logits, nodes, is_draft=False):
-            paths = (tokens[:-1][layout.mask[node]] for node in nodes)
-            shaped = sampling.scores(logits, text, paths, is_draft)
-            return shaped + noise[layout.depths[nodes]] if method.shares_noise else shaped
-
+        # 1. The tree takes its place behind the text.
+        visible = target.store.shape[2] if self.static else len(text) - 1 + layout.tree.size
+        place = layout.place(self.base, visible)
         # 2. The draft proposes its nodes.
-        q = self.grow_tree(partial(scores, is_draft=True), placements[-1], method.propose, noise)
+        q = self.grow_tree(scores, place, method.propose)
         # 3. The target scores it in one pass.
         if logits is None:
-            logits = target.logits(tokens, slice(tree.size), placements[0])             # (size, V)
-
+            logits = target.run(tokens, layout.nodes, *place, target.store, *self.masks[0])     # (size, V)
         # 4. Verification finds the path to keep, and the token after it.
-        def try_children(nodes):
-            # The host knows how many children a single node has, and leaves out the padding.
-            children = layout.children[nodes, : width if self.static else 1 + len(tree.children[nodes])]
-            wanted = method.wanted(scores(logits[nodes], nodes), generator)
-            luck = u[layout.depths[nodes]]
-            found, residual = method.verify(wanted, q[nodes], tokens[children[:, 1:]], luck, not self.static)
-            return children.gather(1, found[:, None])[:, 0], wanted, residual
+        u = self.random(layout.tree.size, layout.children.shape[1] - 1)
 
-        take_walk = walk_without_branches if self.static else walk
-        path, wanted, residual = take_walk(try_children, layout)
-        token = method.last_token(wanted, residual, generator)
+        def wanted(nodes):
+            return method.wanted(scores(logits[nodes], False, nodes=nodes), self.random)
+
+        def verify(P, nodes, children):
+            u_of_children = u[nodes, : children.shape[1]]
+            return method.verify(P, q[nodes], tokens[children], u_of_children, stops=not self.static)
+
+        path, R = (walk_without_branches if self.static else walk)(layout, wanted, verify)
+        token = draw(R, self.random(1, 1))[:, 0]
         # 5. The accepted nodes' entries move up behind the text.
-        for model, (slots, _, _) in zip(self.models, placements):
-            model.move(path, slots)
+        for model in self.models:
+            model.move(path, place[0])
         return torch.cat([path[-1:], token, tokens[:-1]])
 
-    def grow_tree(self, scores, placement, propose, noise):
+    def grow_tree(self, scores, place, propose):
         """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
-        gives all their children. Returns the draft's scores, (size, V), of which a leaf's mean nothing."""
+        gives all their children. Returns the draft's scores, (size, V), where a leaf's mean nothing."""
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
-        q = torch.empty(self.tree.size, vocabulary, dtype=torch.float32, device=tokens.device)
-        for (parents, fed, children), noise_of_level in zip(self.layout.levels, noise):
-            logits = draft.logits(tokens, fed, placement)[-len(parents) :]
+        q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
+        for parents, fed, children in self.layout.levels:
+            logits = draft.run(tokens, fed, *place, draft.store, *self.masks[-1])[-len(parents) :]
             # The draft's vocabulary may be padded to another length. If it is longer, this cuts it.
             if missing := vocabulary - logits.shape[1]:
                 logits = pad(logits, (0, missing), value=RULED_OUT)
-            q[parents] = guesses = scores(logits, parents)
+            q[parents] = guesses = scores(logits, True, nodes=parents)
             # Proposals beyond a node's children go to NONE, previous's element, which is free by now.
-            tokens[children] = propose(guesses, children.shape[1], noise_of_level, self.generator)
+            # Nodes of a level share their random numbers, see `step_plainly`.
+            tokens[children] = propose(guesses, children.shape[1], partial(self.random, 1))
         tokens[-1].fill_(NONE)
         return q
 
@@ -857,25 +832,15 @@ class Planner:
             chance_tried *= 1 - chance
         return np.minimum.accumulate(rates)
 
-    def speedup(self, steps):
-        """How many times the speed of no tree these steps had; None before that was timed often enough."""
-        plain = self.seconds[NO_TREE]
-        timed = [step for step in steps if step.seconds]
-        # One of the times may have been let go, see `fastest`.
-        if timed and len(plain) >= MIN_TIMINGS - 1:
-            slower = np.mean([step.seconds for step in timed]) / np.median(plain)
-            # A step with a tree takes no less time than one without, so anything else is noise.
-            return np.mean([len(step.tokens) for step in timed]) / max(1.0, slower)
-
 # --- 8  Other methods ---------------------------------------------------------------------------------------
-def with_replacement(q, k, noise, generator):
+def propose_independent(q, k, random):
     """Draws k independent children in each row, as SpecInfer does."""
-    return draw(q.softmax(dim=1), uniform((len(q), k), generator, q.device))
+    return draw(q.softmax(dim=1), random(n=k))
 
-def first_choices(q, k, noise, generator):
+def propose_likeliest(q, k, random):
     return most_likely(q, k)
 
-def ratios_of_spectr(R, q, tokens):
+def verify_by_spectr(P, q, tokens, u, stops=False):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
     One try accepts token t with probability min(P[t] / rho, Q[t]); call the sum of these beta. Some of k
@@ -883,37 +848,42 @@ def ratios_of_spectr(R, q, tokens):
     probability min(P[t], rho Q[t]), and it still lacks max(P - rho Q, 0), which sums to the chance that all
     tries fail. So that is the residual. Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls,
     while rho beta rises to k beta, which is at least as much by the union bound."""
-    Q = q.softmax(dim=1).nan_to_num(0)
-    # For a node without children k and rho are 0, beta may be NaN, and the residual is P.
-    exists = tokens >= 0
+    Q = q.softmax(dim=1)
+    # For a node without children k and rho are 0, and the residual is P.
+    exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).double()                                            # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
         rho = (low + high) / 2
-        beta = torch.minimum(R / rho, Q).sum(dim=1, keepdim=True)
+        beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
         enough = 1 - (1 - beta) ** k <= rho * beta
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
-    yield from (R.gather(1, s) * exists / (high * Q.gather(1, s))).T[:, :, None]
-    R.sub_(high * Q).clamp_(min=0)
+    accepted = u < P.gather(1, s) / (high * Q.gather(1, s)) * exists
+    return outcome([accepted], (P - high * Q).clamp(min=0).to(P), P)
 
-def ratios_of_matching(own, q, tokens):
-    """The target has drawn its own token first, (rows, 1). A child that is this token is accepted, which is
-    lossless however the children were chosen."""
-    yield from ((tokens == own) & (tokens >= 0)).float().T[:, :, None]
+# The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
+# and the child that is this token is accepted, which is lossless however the children were chosen.
+def verify_by_matching(P, q, tokens, u, stops=False):
+    accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
+    return outcome([accepted], P, P)
 
-def target_draws(scores, generator):
-    return draw(scores.softmax(dim=1), uniform((len(scores), 1), generator, scores.device))
+def one_hot(tokens, scores):
+    return (torch.arange(scores.shape[1], device=scores.device) == tokens).to(scores)
 
-def target_prefers(scores, generator):
-    return most_likely(scores, 1)
+def token_drawn(scores, random):
+    return one_hot(draw(scores.softmax(dim=1), random(len(scores), 1)), scores)
 
-def shared_noise(positions, vocabulary, generator, seed):
-    """Noise that depends on nothing but a seed, (1,), the position and the token. These are hashed to 64 bits
-    by the finaliser of splitmix64 without its last shift, in integers, which every device computes alike."""
-    tokens = torch.arange(vocabulary, device=positions.device)
-    x = seed + positions[:, None] * -7046029254386353131 + tokens * -3335678366873096957
+def likeliest_token(scores, random):
+    return one_hot(most_likely(scores, 1), scores)
+
+def shared_noise(seed, positions, vocabulary):
+    """Noise that depends on nothing but a seed, (1,), the position and the token: positions (rows, 1) ->
+    (rows, V). These are hashed to 64 bits by the finaliser of splitmix64 without its last shift, in integers,
+    which every device computes alike."""
+    tokens = torch.arange(vocabulary, device=seed.device)
+    x = seed + torch.as_tensor(positions) * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
@@ -922,46 +892,43 @@ def shared_noise(positions, vocabulary, generator, seed):
 
 METHODS = {
     "sequoia": SEQUOIA,
-    "specinfer": Method(with_replacement, partial(ratios_in_turn, replacement=True)),
-    "spectr": Method(with_replacement, ratios_of_spectr),
-    "naive": Method(with_replacement, ratios_of_matching, own=target_draws),
-    "topk": Method(first_choices, ratios_of_matching, own=target_draws),
+    "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True), distribution),
+    "spectr": Method(propose_independent, verify_by_spectr, distribution),
+    "naive": Method(propose_independent, verify_by_matching, token_drawn),
+    "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
     # Gumbel coupling (arXiv 2408.07978): the likeliest token by score plus noise is a sample, and if both
     # models get the same noise, their likeliest tokens often agree. As seed and position name the noise, a
     # seed names the text, whatever the tree and the draft. With d = sum |P - Q| / 2 a single child is
     # accepted with probability (1 - d) / (1 + d) or more; Algorithm 2 reaches 1 - d, but must not share
     # noise, because its test needs a random number that is independent of the proposal.
-    "gumbel": Method(first_choices, ratios_of_matching, shared_noise, target_prefers, shares_noise=True),
+    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, noise=shared_noise),
 }
 # At temperature 0 all methods come to this.
-GREEDY = Method(first_choices, ratios_of_matching, own=target_prefers)
+GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
-    seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
-    rows = torch.arange(len(P), device=P.device)
-    noise = method.noise(rows, P.shape[1], generator, seed) if method.noise else torch.zeros_like(P)
-    shared = noise * method.shares_noise
-    q = never_ruled_out(Q.log()) + shared
-    tokens = method.propose(q, k, noise, generator)
-    wanted = method.wanted(P.log() + shared, generator)
-    u = uniform(tokens.shape, generator, P.device)
-    found, residual = method.verify(wanted, q, tokens, u)
-    last = method.last_token(wanted, residual, generator)
-    # Column 0 is for rows in which no child is accepted.
-    return found - 1, torch.cat([last[:, None], tokens], dim=1).gather(1, found[:, None])[:, 0]
+    random = partial(uniform, len(P), generator=generator, device=P.device)
+    noise = 0
+    if method.noise:
+        seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
+        noise = method.noise(seed, torch.arange(len(P), device=P.device)[:, None], P.shape[1])
+    q = never_ruled_out(Q.log()) + noise
+    tokens = method.propose(q, k, random)
+    wanted = method.wanted(P.log() + noise, lambda rows, n: random(n))
+    rank, R = method.verify(wanted, q, tokens, random(k))
+    tokens = torch.cat([tokens, draw(R, random(1))], dim=1)
+    return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
 # Processors also shape the draft, because a draft shaped like the target is accepted more often. (It stays
-# lossless, as the same scores propose and verify.) But top-k, top-p and min-p only lower a draft's token by
-# FAR_BELOW instead of removing it, because the target may keep it.
-TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# lossless, as the same scores propose and verify.) These ones never look at the text. Any other processor
+# might, so it is called node by node, which is slower and cannot be captured as a CUDA graph.
+TEXT_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Tokens of a draft that these rule out are lowered by so much instead, because the target may keep them.
 FAR_BELOW = 100
-# These never look at the text. Any other processor might, so it is called node by node, each with the node's
-# own text, which is slower and cannot be captured as a CUDA graph.
-TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
@@ -972,19 +939,18 @@ class Sampling:
         self.processors = processors
         self.ends = {NONE, *ends}
         self.max_length = max_length
-        blind = [(type(one), dict(vars(one))) for one in processors if type(one) in TEXT_BLIND]
+        blind = [(type(one), *vars(one).values()) for one in processors if type(one) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # Sampled in another way, children are accepted more or less often, and a graph holds its own way.
-        self.settings = method, self.reads_text, blind
+        self.settings = method, self.reads_text, *blind
 
-    def scores(self, logits, text=None, paths=None, is_draft=False):
-        """Turns a model's logits into scores, (rows, V). If `reads_text` it needs the text, and for each row
-        the path: the tokens from the text's last one, the root, to the node."""
-        scores = never_ruled_out(logits.float()) if is_draft else logits.float()
+    def scores(self, logits, is_draft, text, tokens, mask, nodes):
+        """The scores after some nodes, from a model's logits, (rows, V) each. A processor that reads the text
+        is given `text` up to the root, and the tokens of those nodes that a node sees by the mask."""
         if not self.reads_text:
-            return self.processed(None, scores, is_draft)
+            return self.processed(None, logits, is_draft)
         rows = []
-        for path, row in zip(paths, scores.split(1)):
+        for row, seen in zip(logits.float().split(1), mask[nodes]):
+            path = tokens[:-1][seen]
             ids = torch.cat([text[:-1], path])
             # Behind an end or a missing child scores are not used, and a grammar would not know what to say.
             if len(ids) < self.max_length and not self.ends.intersection(path[1:].tolist()):
@@ -992,10 +958,11 @@ class Sampling:
             rows.append(row)
         return torch.cat(rows)
 
-    def processed(self, ids, scores, is_draft):
+    def processed(self, ids, logits, is_draft):
+        scores = never_ruled_out(logits.float()) if is_draft else logits.float()
         for processor in self.processors:
             shaped = processor(ids, scores).float()
-            if is_draft and type(processor) in TRUNCATING:
+            if is_draft and type(processor) in TEXT_BLIND:
                 shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
             scores = shaped
         return scores
@@ -1024,14 +991,11 @@ class Report(NamedTuple):
     steps: int               # the target's passes, with that over the prompt
     seconds: float           # of the whole call
     tree: Tree               # the planner's last choice
-    speedup: float | None    # how many times the speed of no tree the steps had, if that is known
 
     def __str__(self):
-        is_known = self.speedup and self.tree != NO_TREE
-        verdict = f": about {self.speedup:.1f} times the speed of no tree" if is_known else ""
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
                 f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per "
-                f"second, tree {self.tree.size}x{self.tree.depth}{verdict}")
+                f"second, tree {self.tree.size}x{self.tree.depth}")
 
 class Decoder:
     """Decodes one text after another with a target and a draft, behind transformers' `generate`:
@@ -1062,7 +1026,8 @@ class Decoder:
         self.method = METHODS[method]
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
-        self.planner = Planner(self.tree)
+        # For each way of sampling: children are then accepted more or less often.
+        self.planners = collections.defaultdict(partial(Planner, self.tree))
         self.models = [CachedModel(model) for model in (target, draft)[: 1 + (self.tree != NO_TREE)]]
         self.target = self.models[0]
         self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
@@ -1074,9 +1039,9 @@ class Decoder:
         # An offloaded model's pass needs the host.
         is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        self.seed = torch.zeros(1, dtype=torch.long, device=target.device)
+        self.seed = torch.randint(2**62, (1,), generator=generator, device=target.device)
         self.probed = False
-        self.settings = self.tree_step = self.made_for = self.report = None
+        self.tree_step = self.made_for = self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
                  stop_strings=None, stopping_criteria=(), **kwargs):
@@ -1100,12 +1065,19 @@ class Decoder:
         self.check(model, input_ids, generation_config, arguments)
         ends = [int(end) for one in stopping_criteria for end in getattr(one, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
-        sampling = Sampling(method, logits_processor, ends, stopping_criteria.max_length or sys.maxsize)
+        processors = [*logits_processor]
+        if method.noise:
+            # Each text has its own seed, and each of its positions noise that is made once.
+            self.seed += 1
+            noise = cache(partial(method.noise, self.seed, vocabulary=self.target.vocabulary))
+            processors.append(lambda ids, scores: scores + noise(ids.shape[1]))
+        sampling = Sampling(method, processors, ends, stopping_criteria.max_length or sys.maxsize)
+        planner = self.planners[sampling.settings]
         stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
         stream(input_ids)
         text = input_ids[0].to(model.device).long()
         steps = []
-        for step in self.steps_after(text, sampling):
+        for step in self.steps_after(text, sampling, planner):
             self.on_step(step)
             steps.append(step)
             for token in step.tokens:
@@ -1121,8 +1093,8 @@ class Decoder:
                 break
         if streamer is not None:
             streamer.end()
-        self.report = Report(len(text) - input_ids.shape[1], len(steps), time.perf_counter() - begun,
-                             self.planner.tree, self.planner.speedup(steps))
+        seconds = time.perf_counter() - begun
+        self.report = Report(len(text) - input_ids.shape[1], len(steps), seconds, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
         return text[None]
@@ -1155,15 +1127,9 @@ class Decoder:
             raise ValueError(f"not supported: {', '.join(unable)}")
 
     @torch.inference_mode()
-    def steps_after(self, text, sampling):
+    def steps_after(self, text, sampling, planner):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
-        if sampling.settings != self.settings:
-            if self.settings:
-                self.planner = Planner(self.tree)
-            self.settings = sampling.settings
-            self.made_for = None
-        self.seed.random_(generator=self.generator)
-        new_step = partial(TreeStep, models=self.models, generator=self.generator, seed=self.seed)
+        new_step = partial(TreeStep, models=self.models, generator=self.generator)
         logits = self.target.prefill(text, PROBE_TOKENS)
         step = new_step(NO_TREE)(text, sampling, logits[-1:])
         yield step
@@ -1178,10 +1144,9 @@ class Decoder:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
-            tree = self.planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
-            for model in self.models:
-                model.grow(max(len(text) + tree.size, self.target.store.shape[2]))
-            made_for = tree, self.target.store.shape[2]
+            tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
+            capacities = [model.grow(len(text) + tree.size) for model in self.models]
+            made_for = tree, capacities, sampling.settings
             if made_for != self.made_for:
                 # Let go of the old step first, so that its memory can be used again.
                 self.tree_step = None
@@ -1199,7 +1164,7 @@ class Decoder:
                 text.tolist()
             draft_is_fed = tree.depth > 1
             step = tree_step(text, sampling)
-            self.planner.learn(step)
+            planner.learn(step)
             yield step
 
     def probe(self, text, logits):
@@ -1211,11 +1176,12 @@ class Decoder:
         layout = Layout(sequences(2, count), text.device)
         target.grow(len(text) + 2 * count)
         base = layout.nodes[:1] + len(text) - count
-        placement = target.place(layout, target.sliding_masks(layout), base, len(text) + count + 1)
-        slots = placement[0][:-1]
+        place = layout.place(base, len(text) + count + 1)
+        slots = place[0][:-1]
         kept = target.store.index_select(2, slots)
         twice = text[-count:].repeat_interleave(2)
-        again = target.logits(twice, slice(2 * count), placement)[::2].float().softmax(dim=1)
+        masks = target.sliding_masks(layout)
+        again = target.run(twice, layout.nodes[:-1], *place, target.store, *masks)[::2].float().softmax(dim=1)
         # The prompt's entries return, because those of another pass are rounded in another way.
         target.store.index_copy_(2, slots, kept)
         P = logits.float().softmax(dim=1)
@@ -1282,15 +1248,13 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # With this in place of the pass, `logits` returns what the pass would be given: two examples, of 3 and of
-    # 15 nodes, in other slots.
-    cached.run = lambda *inputs: inputs
+    # Two examples: 3 nodes behind 4 tokens, and 15 nodes behind 16.
     layout = Layout(k_ary(2, 4), "cpu")
     masks = cached.sliding_masks(layout)
     examples = []
-    for base, nodes in ((4, 3), (16, 15)):
-        placement = cached.place(layout, masks, torch.tensor([base]), base + 15)
-        examples.append(cached.logits(torch.arange(7, 23), slice(nodes), placement))
+    for base, count in ((4, 3), (16, 15)):
+        place = layout.place(torch.tensor([base]), base + 15)
+        examples.append((torch.arange(7, 23), layout.nodes[:count], *place, cached.store, *masks))
 
     def outputs(run):
         # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
@@ -1413,44 +1377,44 @@ def decode_prompt(args):
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True, return_dict=True)
     inputs = encode(return_tensors="pt").to(args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    if args.explain:
-        return explain(target, draft or target, inputs["input_ids"][0], args, tokenizer, generator)
-    decoder = Decoder(target, draft, args.tree, args.method, generator)
-    decoder.generate(
+    settings = dict(
         inputs, max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0, top_p=args.top_p,
-        top_k=args.top_k, temperature=args.temperature or None, streamer=transformers.TextStreamer(tokenizer))
-    print(f"\n{decoder.report}", file=sys.stderr)
+        top_k=args.top_k, temperature=args.temperature or None)
+    if args.explain:
+        tree = Planner(args.tree).tree
+        target.generate(**settings, custom_generate=partial(explain, draft or target, tree, tokenizer, generator))
+    else:
+        decoder = Decoder(target, draft, args.tree, args.method, generator)
+        decoder.generate(**settings, streamer=transformers.TextStreamer(tokenizer))
+        print(f"\n{decoder.report}", file=sys.stderr)
 
 @torch.inference_mode()
-def explain(target, draft, text, args, tokenizer, generator):
-    """Decodes by `step_plainly`, with a pass of a model for each text, and prints each step."""
+def explain(draft, tree, tokenizer, generator, target, input_ids, logits_processor, stopping_criteria,
+            generation_config, **arguments):
+    """Decodes by `step_plainly`, with a model's pass for each text, and prints each step. `generate` calls it
+    as it calls a Decoder."""
     # Greedy decoding is the limit of low temperatures.
-    processors = [TemperatureLogitsWarper(max(args.temperature, 1e-6))]
-    if args.top_k:
-        processors.append(TopKLogitsWarper(args.top_k))
-    if args.top_p < 1:
-        processors.append(TopPLogitsWarper(args.top_p))
-    sampling = Sampling(SEQUOIA, processors)
+    last = [] if generation_config.do_sample else [TemperatureLogitsWarper(1e-6)]
+    sampling = Sampling(SEQUOIA, [*logits_processor, *last])
+    target, draft = CachedModel(target), CachedModel(draft)
 
     def scores(model, is_draft, text):
         # As everywhere, a draft's vocabulary may be padded to another length.
-        ids = text.clamp(max=model.get_input_embeddings().num_embeddings - 1)
-        logits = model(ids[None]).logits[:, -1]
-        missing = target.get_input_embeddings().num_embeddings - logits.shape[1]
-        logits = pad(logits, (0, missing), value=RULED_OUT)
-        shaped = sampling.scores(logits, is_draft=is_draft)[0].double()
+        logits = pad(model.prefill(text), (0, target.vocabulary - model.vocabulary), value=RULED_OUT)
+        shaped = sampling.processed(text[None], logits, is_draft)[0].double()
         # `step_plainly` wants a draft's probabilities above 0.
         return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
 
-    tree = Planner(args.tree).tree
-    added = []
-    while len(added) < args.max_new_tokens and tokenizer.eos_token_id not in added:
+    text = input_ids[0]
+    while True:
         step = step_plainly(partial(scores, target, False), partial(scores, draft, True), text, tree,
                             generator, say=print, word=lambda token: repr(tokenizer.decode(token)))
         print(f"adds {tokenizer.decode(step)!r}\n")
-        added += step.tolist()
-        text = torch.cat([text, step])
-    print(tokenizer.decode(text))
+        for token in step.split(1):
+            text = torch.cat([text, token])
+            if stopping_criteria(text[None], None):
+                print(tokenizer.decode(text))
+                return text[None]
 
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
