@@ -21,8 +21,9 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (section 4.1)
 
-Sections 1 to 7 are the method, and each needs only those before it, except that a step is handed a `Sampling`
-of section 9. If you change a section, this must stay true, and a test fails if it does not:
+Sections 1 to 7 are the method, and each needs only those before it. (A step is handed a `Sampling` of section
+9, and `pack` of section 10 may have put a faster pass into a model.) If you change a section, this must stay
+true, and a test fails if it does not:
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
     4 best trees            no other tree of that size and depth has more expected tokens
@@ -318,9 +319,9 @@ def checked_rates(acceptance_rates):
     return rates
 
 # --- 5  Many nodes at once ----------------------------------------------------------------------------------
-# From here on a row is a node: P, R (rows, V), the draft's scores q (rows, V), tokens and u (rows, k). Where a
-# processor rules out all but a few tokens, a node gets fewer children than its tree has. The others are
-# *missing children*: their token is NONE, they come last, and they are never accepted.
+# From here on a row is a node: P, R and the draft's scores q are (rows, V), tokens and u (rows, k). Where a
+# logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
+# are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 # The score of a token that was tried, below all others. It is finite, because a row of -inf has no softmax.
 TRIED = torch.finfo(torch.float32).min
@@ -338,7 +339,7 @@ def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
     replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
     accepted = []
-    for s, u_of_rank in zip(tokens.T[:, :, None], u.T[:, :, None]):
+    for rank, (s, u_of_rank) in enumerate(zip(tokens.T[:, :, None], u.T[:, :, None])):
         exists = s != NONE
         s = s.clamp(min=0)
         # Instead of dividing R by its sum we multiply D by it. A missing child takes nothing from R.
@@ -346,7 +347,7 @@ def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
         # Where a child is missing the ratio is NaN, which is not above u.
         accepted.append(u_of_rank < R.gather(1, s) / D.gather(1, s) * exists)
         if stops and accepted[-1]:
-            break
+            return rank, None
         R = (R - D).clamp(min=0)
         if not replacement:
             q = q.scatter(1, s, TRIED)
@@ -428,8 +429,8 @@ class Layout:
             self.levels.append((rows([parents])[0], rows([fed])[0], children))
 
     def place(self, base, visible):
-        """Places the tree with its root in slot `base`, (1,): slots and positions of its nodes and of previous,
-        (size + 1,), and the columns of `sliding_masks` that stand for the first `visible` slots, (visible,)."""
+        """Places the tree with its root in slot `base`, (1,). Returns the slots and the positions of its nodes
+        and of previous, (size + 1,), and the first `visible` slots as columns of `sliding_masks`."""
         columns = torch.arange(visible, device=base.device) - base
         return base + self.offsets, base + self.depths, columns
 
@@ -501,8 +502,9 @@ class CachedModel:
                 for window in self.windows.values()]
 
     def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
-        """One pass over some of a tree's nodes, (nodes,): tokens, slots, positions (size + 1,), `sliding_masks`
-        and their columns -> logits (nodes, V). It is a function of tensors, so that it can be traced."""
+        """One pass over some nodes, (nodes,), of a tree. tokens: of all its nodes and previous, (size + 1,).
+        The others come from `Layout.place` and `sliding_masks`. Returns logits, (nodes, V). All that changes
+        from pass to pass is a tensor it is given, so that it can be traced."""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
@@ -561,14 +563,14 @@ def context_of(config):
             context = max(context, int(one["factor"] * original))
     return context
 
-# Step 4 of `step_plainly` on tensors. Both functions return the path's nodes and the weights from which the
-# token after it is to be drawn, (1, V). `wanted` gives P of some nodes, and `verify` tries children of theirs.
+# Step 4 of `step_plainly` on tensors. Both functions return the accepted nodes, from the root on, and the
+# weights from which the token after them is to be drawn, (1, V). They are given two functions: `wanted`, from
+# some nodes to P, and `verify`, from P, these nodes and their children to what `verify_nodes` returns.
 
 def walk(layout, wanted, verify):
-    tree, path = layout.tree, [0]
+    node, path = 0, [0]
     R = wanted(slice(1))
-    while children := tree.children[path[-1]]:
-        node = path[-1]
+    while children := layout.tree.children[node]:
         rank, R = verify(R, slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
             break
@@ -665,7 +667,9 @@ class TreeStep:
         scores = partial(sampling.scores, text=text, tokens=tokens, mask=layout.mask)
 
         # 1. The tree takes its place behind the text.
-        visible = target.store.shape[2] if self.static else len(text) - 1 + layout.tree.size
+        visible = len(text) - 1 + layout.tree.size
+        if self.static:
+            visible = min(model.store.shape[2] for model in self.models)
         place = layout.place(self.base, visible)
         # 2. The draft proposes its nodes.
         q = self.grow_tree(scores, place, method.propose)
@@ -741,6 +745,18 @@ def plan(rates, sizes, t, c):
         chances = np.sort(np.append(chances, level))[::-1][: sizes[-1]]
     return optimal_tree(*best)
 
+def size_to_try(planned, sizes):
+    """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
+
+    >>> size_to_try(10, [1, 8, 16]), size_to_try(10, [1, 8, 16, 32]), size_to_try(10, [1, 8, 11, 32])
+    (32, 13, None)"""
+    # The best tree may lie beyond the timed sizes.
+    if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
+        return 2 * sizes[-1]
+    # Or just before a bend of t(n) between two of them.
+    middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
+    return middle if middle > planned + max(1, planned // 6) else None
+
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
     shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest."""
@@ -782,13 +798,8 @@ class Planner:
             rates = self.rates()
             sizes, t, c = self.latency(trials)
             self.tree = plan(rates, sizes, t, c)
-            # The best tree may lie beyond the timed sizes, or at a bend of t(n) between two of them.
-            size = self.tree.size
-            trial = (size + min([n for n in sizes if n > size], default=size)) // 2
-            if 2 * size > sizes[-1] and sizes[-1] < MAX_NODES:
-                trial = 2 * sizes[-1]
-            if trial > size + max(1, size // 6):
-                trials.append(optimal_tree(rates, trial, self.tree.depth + 2))
+            if size := size_to_try(self.tree.size, sizes):
+                trials.append(optimal_tree(rates, size, self.tree.depth + 2))
             else:
                 yield from itertools.repeat(self.tree, self.steps)
                 # Before the next plan the first trials lose their oldest times, which may have been slow.
@@ -924,11 +935,13 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
 # Processors also shape the draft, because a draft shaped like the target is accepted more often. (It stays
-# lossless, as the same scores propose and verify.) These ones never look at the text. Any other processor
-# might, so it is called node by node, which is slower and cannot be captured as a CUDA graph.
-TEXT_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# Tokens of a draft that these rule out are lowered by so much instead, because the target may keep them.
+# lossless, as the same scores propose and verify.) But what these rule out of a draft is only lowered, by
+# FAR_BELOW, because the target may keep it.
+TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 FAR_BELOW = 100
+# These never look at the text. Any other processor might, so it is called node by node, each with the node's
+# own text, which is slower and cannot be captured as a CUDA graph.
+TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
@@ -962,7 +975,7 @@ class Sampling:
         scores = never_ruled_out(logits.float()) if is_draft else logits.float()
         for processor in self.processors:
             shaped = processor(ids, scores).float()
-            if is_draft and type(processor) in TEXT_BLIND:
+            if is_draft and type(processor) in TRUNCATING:
                 shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
             scores = shaped
         return scores
@@ -976,14 +989,19 @@ PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored a
 
 def tree_shape(tree):
     """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
+    if tree == "auto":
+        return tree
+    if tree == "none":
+        return NO_TREE
     # A Tree may come from a copy of this file, which transformers makes when it loads a folder.
-    if tree == "none" or hasattr(tree, "parents"):
-        return Tree(getattr(tree, "parents", [NONE]))
-    shape = re.fullmatch(r"\(?(\d+)(?:x|, )(\d+)\)?", str(tree))
-    if tree != "auto" and not (shape and int(shape[1]) <= MAX_NODES):
-        raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, "
-                         f"of up to {MAX_NODES} nodes; got {tree!r}")
-    return tuple(map(int, shape.groups())) if shape else tree
+    if hasattr(tree, "parents"):
+        return Tree(tree.parents)
+    with contextlib.suppress(TypeError, ValueError):
+        nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
+        if nodes <= MAX_NODES:
+            return nodes, levels
+    raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
+                     f"up to {MAX_NODES} nodes; got {tree!r}")
 
 class Report(NamedTuple):
     """What a Decoder's last call came to."""
@@ -1170,8 +1188,11 @@ class Decoder:
     def probe(self, text, logits):
         """Raises ValueError if the target gets trees wrong: one that masks by slot, or counts positions its
         own way, would silently give another text. So the prompt's last tokens are scored again, in a tree
-        beside decoys, and must have the distributions of the prompt's pass, up to rounding."""
-        # Each token stands twice: 0, 2, 4, ... are the prompt's own, 1, 3, 5, ... decoys, one level lower.
+        beside decoys, and must have the distributions of the prompt's pass, up to rounding. If these tokens
+        are a, b, c, the tree's nodes take turns between the two:
+
+            a─┬─a───b───c        decoys: nodes 1, 3, 5
+              └─b───c            the prompt's own: nodes 0, 2, 4"""
         count, target = len(logits), self.target
         layout = Layout(sequences(2, count), text.device)
         target.grow(len(text) + 2 * count)
@@ -1382,7 +1403,8 @@ def decode_prompt(args):
         top_k=args.top_k, temperature=args.temperature or None)
     if args.explain:
         tree = Planner(args.tree).tree
-        target.generate(**settings, custom_generate=partial(explain, draft or target, tree, tokenizer, generator))
+        run = partial(explain, draft or target, tree, tokenizer, generator)
+        target.generate(**settings, custom_generate=run)
     else:
         decoder = Decoder(target, draft, args.tree, args.method, generator)
         decoder.generate(**settings, streamer=transformers.TextStreamer(tokenizer))

@@ -1416,6 +1416,17 @@ def test_a_decoder_kept_over_texts_gives_what_a_fresh_one_gives(llama, form):
             planners.append(len(kept.planners))
     assert planners == [1, 1, 2, 3, 4, 5, 6, 7, 7, 7]
 
+@quick
+@pytest.mark.parametrize("form", FORMS)
+def test_the_drafts_cache_may_be_smaller_than_the_targets(llama, form):
+    """The probe needs more room behind this prompt than a tree does, so only the target's cache is doubled."""
+    with FORMS[form]():
+        decoder = Decoder(*llama, (8, 4))
+        capacities = set()
+        decoder.on_step = lambda step: capacities.add(tuple(model.store.shape[2] for model in decoder.models))
+        assert_as_generate(decoder, prompt_of(246), max_new_tokens=12)
+    assert (512, 256) in capacities
+
 def test_auto_with_all_its_trials_writes_generates_text(llama):
     """More than 64 tokens pay for trials, so trees of several shapes, and none, follow one another. After a
     step without a tree the draft lacks its token, so it must be fed again, or it would guess badly."""
