@@ -326,10 +326,10 @@ def checked_rates(acceptance_rates):
 # The score of a token that was tried, below all others. It is finite, because a row of -inf has no softmax.
 TRIED = torch.finfo(torch.float32).min
 
-def propose_different(q, k, random):
-    """Draws k different children in each row. random(n): as many random numbers for each row, (rows, n), or
-    the same for all, (1, n)."""
-    return most_likely(q + gumbel_noise(random(n=q.shape[1])), k)
+def propose_different(q, k, random, rows):
+    """Draws k different children in each row. random: `uniform` with a generator. rows: how many rows of random
+    numbers to draw by, one for each row of q or 1 for all."""
+    return most_likely(q + gumbel_noise(random(rows, q.shape[1])), k)
 
 def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
     """Algorithm 2 in rows. Returns the accepted child's rank, or k if there is none, (rows,), and the weights
@@ -564,26 +564,22 @@ def context_of(config):
     return context
 
 # Step 4 of `step_plainly` on tensors. Both functions return the accepted nodes, from the root on, and the
-# weights from which the token after them is to be drawn, (1, V). They are given two functions: `wanted`, from
-# some nodes to P, and `verify`, from P, these nodes and their children to what `verify_nodes` returns.
+# weights from which the token after them is to be drawn, (1, V). `try_children` takes nodes and their children,
+# an index each, and returns what `verify_nodes` does.
 
-def walk(layout, wanted, verify):
-    node, path = 0, [0]
-    R = wanted(slice(1))
-    while children := layout.tree.children[node]:
-        rank, R = verify(R, slice(node, node + 1), layout.children[node, None, : len(children)])
+def walk(layout, try_children):
+    path = [0]
+    while True:
+        node, children = path[-1], layout.tree.children[path[-1]]
+        rank, R = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
-            break
-        node = children[rank]
-        path.append(node)
-        R = wanted(slice(node, node + 1))
-    return layout.nodes[path], R
+            return layout.nodes[path], R
+        path.append(children[rank])
 
-def walk_without_branches(layout, wanted, verify):
+def walk_without_branches(layout, try_children):
     """A CUDA graph cannot branch. So the children of all nodes are tried at once, and after a rejection the
     walk goes on at NONE, which has no child, while the path repeats its last node."""
-    everything = slice(None)
-    rank, R = verify(wanted(everything), everything, layout.children[:, :-1])
+    rank, R = try_children(slice(None), layout.children[:, :-1])
     accepted = layout.children.gather(1, rank[:, None])[:, 0]
     accepted = pad(accepted, (0, 1), value=NONE)            # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
@@ -679,14 +675,12 @@ class TreeStep:
         # 4. Verification finds the path to keep, and the token after it.
         u = self.random(layout.tree.size, layout.children.shape[1] - 1)
 
-        def wanted(nodes):
-            return method.wanted(scores(logits[nodes], False, nodes=nodes), self.random)
-
-        def verify(P, nodes, children):
+        def try_children(nodes, children):
+            P = method.wanted(scores(logits[nodes], False, nodes=nodes), self.random)
             u_of_children = u[nodes, : children.shape[1]]
             return method.verify(P, q[nodes], tokens[children], u_of_children, stops=not self.static)
 
-        path, R = (walk_without_branches if self.static else walk)(layout, wanted, verify)
+        path, R = (walk_without_branches if self.static else walk)(layout, try_children)
         token = draw(R, self.random(1, 1))[:, 0]
         # 5. The accepted nodes' entries move up behind the text.
         for model in self.models:
@@ -705,8 +699,8 @@ class TreeStep:
                 logits = pad(logits, (0, missing), value=RULED_OUT)
             q[parents] = guesses = scores(logits, True, nodes=parents)
             # Proposals beyond a node's children go to NONE, previous's element, which is free by now.
-            # Nodes of a level share their random numbers, see `step_plainly`.
-            tokens[children] = propose(guesses, children.shape[1], partial(self.random, 1))
+            # Nodes of a level share a row of random numbers, see `step_plainly`.
+            tokens[children] = propose(guesses, children.shape[1], self.random, rows=1)
         tokens[-1].fill_(NONE)
         return q
 
@@ -731,6 +725,7 @@ def plan(rates, sizes, t, c):
     Where rates fall, the chance of a node falls from parent to child and from sibling to sibling. So the n
     likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
+    rates = np.asarray(rates)
     fastest = 0.0
     level = chances = np.ones(1)             # of nodes on the last level, and on all levels, likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -844,11 +839,11 @@ class Planner:
         return np.minimum.accumulate(rates)
 
 # --- 8  Other methods ---------------------------------------------------------------------------------------
-def propose_independent(q, k, random):
+def propose_independent(q, k, random, rows):
     """Draws k independent children in each row, as SpecInfer does."""
-    return draw(q.softmax(dim=1), random(n=k))
+    return draw(q.softmax(dim=1), random(rows, k))
 
-def propose_likeliest(q, k, random):
+def propose_likeliest(q, k, random, rows):
     return most_likely(q, k)
 
 def verify_by_spectr(P, q, tokens, u, stops=False):
@@ -921,16 +916,16 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
-    random = partial(uniform, len(P), generator=generator, device=P.device)
+    random = partial(uniform, generator=generator, device=P.device)
+    rows = len(P)
     noise = 0
     if method.noise:
         seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
-        noise = method.noise(seed, torch.arange(len(P), device=P.device)[:, None], P.shape[1])
+        noise = method.noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
     q = never_ruled_out(Q.log()) + noise
-    tokens = method.propose(q, k, random)
-    wanted = method.wanted(P.log() + noise, lambda rows, n: random(n))
-    rank, R = method.verify(wanted, q, tokens, random(k))
-    tokens = torch.cat([tokens, draw(R, random(1))], dim=1)
+    tokens = method.propose(q, k, random, rows)
+    rank, R = method.verify(method.wanted(P.log() + noise, random), q, tokens, random(rows, k))
+    tokens = torch.cat([tokens, draw(R, random(rows, 1))], dim=1)
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
