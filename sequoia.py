@@ -13,7 +13,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (section 3.1)
-    P[k], p_k    acceptance_rates[k - 1]   chance that an accepted node's k-th child is, too (Definition 3.2)
+    P[k], p_k    acceptance_rates[k - 1]   chance that the k-th child of an accepted node is (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
@@ -21,8 +21,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (section 4.1)
 
-Sections 1 to 7 are the method, and each needs only those before it. (A step is handed a `Sampling` of section
-9, and `pack` of section 10 may have put a faster pass into a model.) If you change a section, this must stay
+Sections 1 to 7 are the method, and each needs only those before it. If you change a section, this must stay
 true, and a test fails if it does not:
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
@@ -43,7 +42,7 @@ MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, collections, contextlib, itertools, math, os, re, sys, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -179,14 +178,14 @@ def never_ruled_out(q):
 #     residual: max(P - Q, 0)     .3   0    .1   .4     which is also the chance of a rejection
 #     together                    .5   .3   .2   1      = P
 #
-# With several children, use induction. Whichever token was rejected, the rest must produce the residual R,
-# and the next child comes from D, the draft without the rejected token. That is the same task with one child
-# less; once no child is left, the token is drawn from R itself.
+# With several children, use induction. Whichever token was rejected, the residual R is the same, so the rest
+# must produce R, and the next child comes from D, the draft without the rejected token. That is the same task
+# with one child less; once no child is left, the token is drawn from R itself.
 #
 # Sequoia is robust because no token is tried twice: if the k children are all the tokens that the target can
 # want, one of them is always accepted (the cover property, Theorem 3.7). A rejected token had R < D, so the
-# next residual gives it nothing, and on the last token left R is 1, so it is accepted. SpecInfer draws with
-# replacement, so the same token may be drawn again, only to be rejected again.
+# next residual gives it nothing. When a single wanted token is left, R is 1 there, so it is accepted.
+# SpecInfer draws with replacement, so the same token may be drawn again, only to be rejected again.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
@@ -212,18 +211,20 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     return NONE, R
 
 def step_plainly(target, draft, text, tree, generator=None, say=lambda line: None, word=int):
-    """The whole method in one function, without caches, masks or batches: the tokens that one step adds.
+    """The whole method in one function, without caches, masks or batches: the tokens that one step adds. The
+    rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and none more than 700 below the highest unless all of these are
-    equal, because probabilities in float64 end near e^-745. say, word: see `verify_one_node`.
+    must be finite (see `never_ruled_out`) and at most 700 below the highest, because probabilities in float64
+    end near e^-745; only scores that are all alike may be lower. say, word: see `verify_one_node`.
 
-    The rest of the file does the same, faster, and is tested against it. Greedy decoding is the limit of
+    No node may have more children than there are tokens. Greedy decoding is the limit of
     scores that are divided by a temperature towards 0."""
-    # 1. All random numbers but the last. Only one node of a level is ever reached, so its nodes may share
-    # them: a row of noise to propose children by, and a number for each child to accept or reject it by.
+    # 1. Random numbers: for each level a row of noise to propose children by, which its nodes can share,
+    # because only one of them is ever reached; and for each node's children numbers to accept or reject by.
     random = partial(uniform, generator=generator, device=text.device)
-    noise = [gumbel_noise(random(1, len(draft(text)))) for _ in range(tree.depth - 1)]      # (1, V) each
+    vocabulary = len(draft(text))
+    noise = [gumbel_noise(random(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
     u = random(tree.size, max(map(len, tree.children)))
     # 2. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -253,7 +254,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
 # --- 4  The best tree (section 3.1, Algorithm 1) ------------------------------------------------------------
 def expected_tokens(tree, acceptance_rates):
-    """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). Rates: `optimal_tree`.
+    """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). For the rates see
+    `optimal_tree`.
 
     A step adds one token for each accepted node and one of the target's own, which we count at the root. So
     F(T) is the sum of the nodes' chances, and a chance is the product of the rates on the way down, because
@@ -271,16 +273,16 @@ def expected_tokens(tree, acceptance_rates):
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens (Algorithm 1).
 
-    acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, in any
-    order of size; or (levels, ranks), a row for each level of the node, of which deeper levels use the last.
-    Raises ValueError if these are no probabilities, or if no tree of such nodes is that large.
+    acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, which need
+    not fall; or (levels, ranks), a row for each level of the node, of which deeper levels use the last.
+    Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
 
     best[k][n]: the most expected tokens that n nodes add below one node, if its children of rank k and up
     hold them all. Child k takes m of them, itself and m - 1 below it, and its younger siblings the rest:
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
-    where `below` is best[0] on the next level. No nodes are worth 0, and nodes without a place -inf."""
+    where `below` is best[0] on the next level. Here best[k][0] is 0, and if n nodes have no place -inf."""
     rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     if min(size, depth) < 1:
@@ -323,29 +325,30 @@ def checked_rates(acceptance_rates):
 # logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
-# The score of a token that was tried, below all others. It is finite, because a row of -inf has no softmax.
+# The score of a token that was tried, below all others. It is finite, because the softmax of a row of -inf
+# would be NaN.
 TRIED = torch.finfo(torch.float32).min
 
 def propose_different(q, k, random, rows):
-    """Draws k different children in each row. random: `uniform` with a generator. rows: how many rows of random
-    numbers to draw by, one for each row of q or 1 for all."""
+    """Draws k different children in each row. random: `uniform` with a generator. rows: how many rows of
+    random numbers to draw by, one for each row of q or 1 for all."""
     return most_likely(q + gumbel_noise(random(rows, q.shape[1])), k)
 
 def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
-    """Algorithm 2 in rows. Returns the accepted child's rank, or k if there is none, (rows,), and the weights
-    from which the token is then to be drawn, (rows, V).
+    """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and if no child is accepted the rank
+    is k. Returns the ranks, (rows,), and for such rows the weights from which to draw the token, (rows, V).
 
-    stops: whether to read the answers of a single row, and to try no child behind the accepted one.
-    replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
+    stops: whether to return at the accepted child of a single row, without weights. replacement: whether a
+    rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
     accepted = []
     for rank, (s, u_of_rank) in enumerate(zip(tokens.T[:, :, None], u.T[:, :, None])):
         exists = s != NONE
         s = s.clamp(min=0)
-        # Instead of dividing R by its sum we multiply D by it. A missing child takes nothing from R.
+        # The softmax normalises what is left of the draft, and instead of dividing R by its sum we multiply D
+        # by it. A missing child takes nothing from R.
         D = q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
-        # Where a child is missing the ratio is NaN, which is not above u.
-        accepted.append(u_of_rank < R.gather(1, s) / D.gather(1, s) * exists)
+        accepted.append(exists & (u_of_rank < R.gather(1, s) / D.gather(1, s)))
         if stops and accepted[-1]:
             return rank, None
         R = (R - D).clamp(min=0)
@@ -354,23 +357,71 @@ def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
     return outcome(accepted, R, P)
 
 def outcome(accepted, R, P):
-    """What `verify_nodes` returns, from the answers rank by rank, (rows, 1) each."""
-    # The maximum of booleans is found at the first that is true; here that is at k if all others are false.
+    """What `verify_nodes` returns, from answers of all ranks, in one tensor or more, (rows, ...) each."""
+    # `max` finds the first that is true, and the column appended here, of rank k, always is.
     rank = torch.cat([*accepted, torch.ones_like(P[:, :1], dtype=torch.bool)], dim=1).max(dim=1).indices
-    # If rounding leaves nothing of R, P stands in for it. Otherwise 1e-20 of it is too little to be drawn.
+    # If rounding leaves nothing of R, the token is drawn from P. Otherwise 1e-20 of P changes nothing.
     return rank, torch.add(R, P, alpha=1e-20)
 
 def distribution(scores, random):
     return scores.softmax(dim=1)
 
 class Method(NamedTuple):
-    """How children are proposed and verified."""
+    """How children are proposed and verified. Section 8 has others than Sequoia's."""
     propose: Callable            # `propose_different`, or one like it
     verify: Callable             # `verify_nodes`, or one like it
-    wanted: Callable             # from the target's scores and random numbers, P, (rows, V)
-    noise: Callable = None       # see gumbel in section 8
+    wanted: Callable             # `distribution`, or one like it: from the target's scores to P
+    noise: Callable = None       # of gumbel alone: noise that both models' scores get
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
+
+# Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
+# like. They shape the draft, too, because a draft shaped like the target is accepted more often. (It stays
+# lossless, as the same scores propose and verify.) But what a truncating processor rules out of a draft is
+# only lowered by FAR_BELOW, because the target may keep it.
+TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+FAR_BELOW = 100
+# These never look at the text. Any other processor might, so it is called node by node, each time with the
+# node's own text, which is slower and cannot be captured as a CUDA graph.
+TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
+
+class Sampling:
+    """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
+    scores, (1, V). They are not asked about a text that has ended, by a token of `ends` or by its length."""
+
+    def __init__(self, method, processors, ends=(), max_length=sys.maxsize):
+        self.method = method
+        self.processors = processors
+        self.ends = {NONE, *ends}
+        self.max_length = max_length
+        self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
+        # What a captured graph and acceptance rates depend on.
+        blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
+        self.settings = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
+
+    def scores(self, logits, is_draft, text, tokens, mask, nodes):
+        """The scores after some nodes, from a model's logits, (rows, V) each. A processor that reads a text
+        is given `text`, which ends with the root, and the tokens of the other nodes that a node sees."""
+        if not self.reads_text:
+            return self.processed(None, logits, is_draft)
+        rows = []
+        for row, seen in zip(logits.float().split(1), mask[nodes]):
+            path = tokens[:-1][seen][1:]                                # without the root
+            ids = torch.cat([text, path])
+            # Behind an end or a missing child scores are not used, and a grammar would not know what to say.
+            if len(ids) < self.max_length and not self.ends.intersection(path.tolist()):
+                row = self.processed(ids[None], row, is_draft)
+            rows.append(row)
+        return torch.cat(rows)
+
+    def processed(self, ids, logits, is_draft):
+        scores = never_ruled_out(logits.float()) if is_draft else logits.float()
+        for processor in self.processors:
+            shaped = processor(ids, scores).float()
+            if is_draft and type(processor) in TRUNCATING:
+                shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
+            scores = shaped
+        return scores
 
 # --- 6  The tree in a model's cache, and the step on a device -----------------------------------------------
 # How can one pass score a whole tree? All nodes go into the KV cache side by side. Each gets the position it
@@ -396,9 +447,21 @@ SEQUOIA = Method(propose_different, verify_nodes, distribution)
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Previous, the token before the root, is there for the draft, which is never fed a leaf, because a leaf
-# proposes nothing. If the last path ended in a leaf, the draft's cache lacks it, so every step feeds it
-# previous again, together with the root; at worst that writes the same entry twice.
+# Previous, the token before the root, is there for the draft. The draft is never fed a leaf, because a leaf
+# proposes nothing. If the last path ended in a leaf, that is previous now, and the draft's cache lacks it. So
+# every step feeds the draft previous again, together with the root; an entry that is there is written anew.
+
+class Level(NamedTuple):
+    """What one draft pass is about. On the right, for the tree above, whose previous has the number 4."""
+    parents: Tensor          # the nodes with children on this level           [0]         [1]
+    fed: Tensor              # the draft is fed these, first also previous     [4, 0]      [1]
+    children: Tensor         # of each parent, padded with NONE                [[1, 2]]    [[3]]
+
+class Place(NamedTuple):
+    """Where the nodes of a tree and previous stand in a cache, and what their pass reads."""
+    slots: Tensor            # (size + 1,)
+    positions: Tensor        # (size + 1,)
+    columns: Tensor          # (visible,): the slots that are read, minus base
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
@@ -407,8 +470,7 @@ class Layout:
         depths       [0, 1, 1, 2, -1]              position minus base, likewise
         mask         (size + 1, size)              which nodes a node sees; previous sees none
         children     [[1, 2, -1], [3, -1, -1], ..] in rank order, and behind them at least one NONE
-        levels[0]    [0], [4, 0], [[1, 2]]         the nodes with children on a level; what the draft is fed
-        levels[1]    [1], [1], [[3]]               for them (4 is previous); their children"""
+        levels       a `Level` for each draft pass"""
 
     def __init__(self, tree, device):
         def rows(lists):
@@ -426,13 +488,12 @@ class Layout:
             parents = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
             fed = parents if depth else [size, 0]
             children = rows([tree.children[node] for node in parents])
-            self.levels.append((rows([parents])[0], rows([fed])[0], children))
+            self.levels.append(Level(rows([parents])[0], rows([fed])[0], children))
 
     def place(self, base, visible):
-        """Places the tree with its root in slot `base`, (1,). Returns the slots and the positions of its nodes
-        and of previous, (size + 1,), and the first `visible` slots as columns of `sliding_masks`."""
+        """The tree with its root in slot `base`, (1,), where the first `visible` slots are read."""
         columns = torch.arange(visible, device=base.device) - base
-        return base + self.offsets, base + self.depths, columns
+        return Place(base + self.offsets, base + self.depths, columns)
 
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
@@ -453,9 +514,9 @@ class CachedModel:
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
-    def grow(self, tokens):
+    def reserve(self, tokens):
         """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
-        # Subtle: padding by nothing would still copy, but a captured graph keeps using the old memory.
+        # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         if tokens > self.store.shape[2]:
             capacity = max(256, 1 << (tokens - 1).bit_length())
             self.store = pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
@@ -473,7 +534,7 @@ class CachedModel:
             position_ids=torch.arange(len(text), device=text.device)[None],
             past_key_values=cache, use_cache=True, **keep)
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
-        capacity = self.grow(len(text))
+        capacity = self.reserve(len(text))
         if not len(self.store):
             # The first text shows how large entries are.
             heads, _, width = np.max([states.shape for states in layers], axis=0)
@@ -484,27 +545,28 @@ class CachedModel:
             stored[: states.shape[0], : len(text), : states.shape[2]] = states
         return output.logits[0, -last:]
 
-    def sliding_masks(self, layout):
-        """What a node sees of a slot depends on the slot's distance from `base` alone. So all steps can use
-        these masks, (size + 1, 2 * capacity), one for each kind of layer, in which slot base + i is column i.
-        The slots before `base` thus have negative columns, which as indices count from the end."""
+    def masks_from_base(self, layout):
+        """What nodes see, as masks that fit any step, because it depends on a slot's distance from `base`
+        alone: for each kind of layer (size + 1, 2 * capacity), with `base` in the middle column."""
         capacity, size = self.store.shape[2], layout.tree.size
-        slots = torch.arange(2 * capacity, device=layout.mask.device)                   # minus base
-        slots[capacity:] -= 2 * capacity
+        offsets = torch.arange(-capacity, capacity, device=layout.mask.device)
         # Every node sees the text, and in the tree its ancestors and itself.
-        seen = (slots < 0).repeat(size + 1, 1)
-        seen[:, :size] = layout.mask
+        seen = (offsets < 0).repeat(size + 1, 1)
+        seen[:, capacity : capacity + size] = layout.mask
         # A window counts positions. In the text these are the slots, and free slots are not seen.
-        positions = slots.clone()
-        positions[:size] = layout.depths[:-1]
+        positions = offsets.clone()
+        positions[capacity : capacity + size] = layout.depths[:-1]
         distance = layout.depths[:, None] - positions
         return [torch.where(seen & (distance < window), 0.0, RULED_OUT).to(self.store)
                 for window in self.windows.values()]
 
-    def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
+    def logits(self, tokens, nodes, place, masks):
         """One pass over some nodes, (nodes,), of a tree. tokens: of all its nodes and previous, (size + 1,).
-        The others come from `Layout.place` and `sliding_masks`. Returns logits, (nodes, V). All that changes
-        from pass to pass is a tensor it is given, so that it can be traced."""
+        masks: `masks_from_base`. Returns (nodes, V)."""
+        return self.run(tokens, nodes, *place, self.store, *masks)
+
+    def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
+        """The pass of `logits`, as a function of tensors alone, so that it can be traced."""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
@@ -516,7 +578,7 @@ class CachedModel:
         # As masks and positions are given, attention asks a cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        masks = [mask[nodes[:, None], columns][None, None] for mask in masks]
+        masks = [mask[nodes[:, None], columns + mask.shape[1] // 2][None, None] for mask in masks]
         # A missing child has no id. Past the end of a draft's context all nodes share its last position, and
         # it may guess badly there.
         return self.model(
@@ -529,43 +591,9 @@ class CachedModel:
         """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers."""
         self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
 
-def check_fit(model):
-    """Raises ValueError for a kind of model that cannot be fed trees. `Decoder.probe` finds out more."""
-    name = type(model).__name__
-    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
-                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
-                         f"or a pipeline's model")
-    config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    devices = {weight.device for weight in model.parameters()}
-    reasons = {
-        "it has an encoder": model.config.is_encoder_decoder,
-        f"it is recurrent, or has layers of {kinds}": model._is_stateful or kinds,
-        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
-        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
-        f"it is on several devices, {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"{name} cannot verify a tree: {reason}")
-
-def context_of(config):
-    """The most tokens that a model can be fed."""
-    usual = context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    rope = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
-    for one in [one for one in (rope, *rope.values()) if isinstance(one, Mapping)]:
-        original = one.get("original_max_position_embeddings", usual)
-        if one.get("rope_type") == "longrope":
-            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
-            return original
-        if one.get("rope_type") in ("linear", "yarn"):
-            context = max(context, int(one["factor"] * original))
-    return context
-
 # Step 4 of `step_plainly` on tensors. Both functions return the accepted nodes, from the root on, and the
-# weights from which the token after them is to be drawn, (1, V). `try_children` takes nodes and their children,
-# an index each, and returns what `verify_nodes` does.
+# weights from which the token after them is to be drawn, (1, V). `try_children` is given nodes and their
+# children, and returns what `verify_nodes` does.
 
 def walk(layout, try_children):
     path = [0]
@@ -578,14 +606,15 @@ def walk(layout, try_children):
 
 def walk_without_branches(layout, try_children):
     """A CUDA graph cannot branch. So the children of all nodes are tried at once, and after a rejection the
-    walk goes on at NONE, which has no child, while the path repeats its last node."""
+    walk goes on at NONE, which has no child, while the path repeats its last node. If for example node 1 is
+    accepted and then nothing, the walk reaches 0, 1, NONE, NONE, and the path is 0, 1, 1, 1."""
     rank, R = try_children(slice(None), layout.children[:, :-1])
-    accepted = layout.children.gather(1, rank[:, None])[:, 0]
-    accepted = pad(accepted, (0, 1), value=NONE)            # the last element, which the index NONE reads
+    following = layout.children.gather(1, rank[:, None])[:, 0]
+    following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
     reached = path[0]
     for _ in layout.levels:
-        reached = accepted[reached]
+        reached = following[reached]
         # Children have larger numbers than their parents, and NONE is smaller than any.
         path.append(torch.maximum(path[-1], reached))
     return torch.cat(path), R[path[-1]]
@@ -612,20 +641,21 @@ class TreeStep:
 
     def __init__(self, tree, models, generator=None, static=False):
         self.tree = tree
-        self.models = models[: tree.depth]                              # without a tree nothing is drafted
+        self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
         self.generator = generator
         self.random = partial(uniform, generator=generator, device=models[0].store.device)
         self.static = static
         self.layout = Layout(tree, models[0].store.device)
-        self.masks = [model.sliding_masks(self.layout) for model in self.models]
+        self.masks = [model.masks_from_base(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
         self.tokens = torch.zeros_like(self.layout.offsets)             # the last one is previous
         self.calls = 0
         self.graph = self.result = None
 
     def __call__(self, text, sampling, logits=None):
-        """One step after a text, (length,), whose last token no model has seen; the draft may lack the one
-        before it, too. logits: the target's, if known, as those of the root after the prompt's pass."""
+        """One step after a text, (length,). The target's cache holds all of its tokens but the last, and the
+        draft's at least all but the last two. logits: the target's after the text, (1, V), if the prompt's
+        pass has already given them."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
@@ -633,7 +663,8 @@ class TreeStep:
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
-        is_timed = logits is None and self.calls > text.is_cuda + self.static
+        untimed = text.is_cuda + self.static
+        is_timed = logits is None and self.calls > untimed
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
@@ -660,45 +691,47 @@ class TreeStep:
     def on_device(self, text, sampling, logits=None):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
         target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
-        scores = partial(sampling.scores, text=text, tokens=tokens, mask=layout.mask)
+        scores_of = partial(sampling.scores, text=text, tokens=tokens, mask=layout.mask)
 
         # 1. The tree takes its place behind the text.
         visible = len(text) - 1 + layout.tree.size
         if self.static:
             visible = min(model.store.shape[2] for model in self.models)
         place = layout.place(self.base, visible)
-        # 2. The draft proposes its nodes.
-        q = self.grow_tree(scores, place, method.propose)
-        # 3. The target scores it in one pass.
+        # 2. The draft grows the tree.
+        q = self.grow_tree(scores_of, place, method.propose)
+        # 3. The target scores it, in one pass.
         if logits is None:
-            logits = target.run(tokens, layout.nodes, *place, target.store, *self.masks[0])     # (size, V)
-        # 4. Verification finds the path to keep, and the token after it.
+            logits = target.logits(tokens, layout.nodes, place, self.masks[0])          # (size, V)
+        # 4. Algorithm 2 walks down from the root.
         u = self.random(layout.tree.size, layout.children.shape[1] - 1)
 
         def try_children(nodes, children):
-            P = method.wanted(scores(logits[nodes], False, nodes=nodes), self.random)
+            P = method.wanted(scores_of(logits[nodes], False, nodes=nodes), self.random)
             u_of_children = u[nodes, : children.shape[1]]
             return method.verify(P, q[nodes], tokens[children], u_of_children, stops=not self.static)
 
         path, R = (walk_without_branches if self.static else walk)(layout, try_children)
+        # 5. One more token is drawn.
         token = draw(R, self.random(1, 1))[:, 0]
-        # 5. The accepted nodes' entries move up behind the text.
+        # 6. The accepted nodes' entries move up behind the text.
         for model in self.models:
-            model.move(path, place[0])
+            model.move(path, place.slots)
         return torch.cat([path[-1:], token, tokens[:-1]])
 
-    def grow_tree(self, scores, place, propose):
+    def grow_tree(self, scores_of, place, propose):
         """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
         gives all their children. Returns the draft's scores, (size, V), where a leaf's mean nothing."""
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
         q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
         for parents, fed, children in self.layout.levels:
-            logits = draft.run(tokens, fed, *place, draft.store, *self.masks[-1])[-len(parents) :]
+            logits = draft.logits(tokens, fed, place, self.masks[-1])[-len(parents) :]
             # The draft's vocabulary may be padded to another length. If it is longer, this cuts it.
             if missing := vocabulary - logits.shape[1]:
                 logits = pad(logits, (0, missing), value=RULED_OUT)
-            q[parents] = guesses = scores(logits, True, nodes=parents)
-            # Proposals beyond a node's children go to NONE, previous's element, which is free by now.
+            q[parents] = guesses = scores_of(logits, True, nodes=parents)
+            # Where a node has fewer children than the widest one, `children` is padded with -1, so what is
+            # proposed there goes to the last element. That is free, because previous was fed.
             # Nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[children] = propose(guesses, children.shape[1], self.random, rows=1)
         tokens[-1].fill_(NONE)
@@ -711,10 +744,10 @@ MAX_NODES, MAX_LEVELS = 1024, 24
 # a decent draft, counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
-# A tree needs so many timed steps before it is compared with others; and so many are remembered.
+# How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trees are tried if the steps so far and the tokens still to come are so many together. A shorter text would
-# end before a plan makes up for the trials, so it keeps the first tree, which is decent.
+# Trials start when the steps so far and the tokens still to come add up to this. A shorter text would end
+# before a plan makes up for its trials, so it keeps the first tree, which is decent.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -727,14 +760,15 @@ def plan(rates, sizes, t, c):
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
     rates = np.asarray(rates)
     fastest = 0.0
-    level = chances = np.ones(1)             # of nodes on the last level, and on all levels, likeliest first
+    # The chances of nodes on the last level, and on all levels, the likeliest first.
+    level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
         if tokens_per_second.max() > fastest:
             fastest = tokens_per_second.max()
             size = tokens_per_second.argmax() + 1
-            # No node of the tree is less likely than its last one, so lower rates are not needed.
+            # A rate below the chance of the tree's least likely node leads to none of its nodes.
             best = rates[rates >= chances[size - 1]], size, depth
         level = np.sort(np.outer(level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, level))[::-1][: sizes[-1]]
@@ -769,7 +803,7 @@ class Planner:
         self.trees = self.fastest() if shape == "auto" else self.best_of_shape()
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
-        """The tree of the next step, in a text to which at most so many tokens can still be added."""
+        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         self.tokens_left = tokens_left
         return next(self.trees)
 
@@ -785,6 +819,7 @@ class Planner:
 
             try 3 trees | plan A | try 16 nodes | plan B | use B until steps double | time again | plan ..."""
         # A decent tree; none; and one of the first one's size that takes seven draft passes instead of three.
+        # These are timed again before each plan. Others are added to them, and timed once.
         trials = [self.tree, NO_TREE, chain(7)]
         while True:
             for tree in trials:
@@ -832,7 +867,8 @@ class Planner:
         rates = []
         chance = chance_tried = 1.0
         for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
-            # A child is hardly accepted more often than its elder, so the guess must not say so, either.
+            # A child is hardly accepted more often than its elder, whose chance this still is, so the guess
+            # must not say so, either.
             chance = (accepted + PRIOR_TRIES * min(guess, chance)) / (tried + PRIOR_TRIES)
             rates.append(chance_tried * chance)
             chance_tried *= 1 - chance
@@ -866,7 +902,7 @@ def verify_by_spectr(P, q, tokens, u, stops=False):
         low = torch.where(enough, low, rho)
         high = torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
-    accepted = u < P.gather(1, s) / (high * Q.gather(1, s)) * exists
+    accepted = exists & (u < P.gather(1, s) / (high * Q.gather(1, s)))
     return outcome([accepted], (P - high * Q).clamp(min=0).to(P), P)
 
 # The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
@@ -885,16 +921,16 @@ def likeliest_token(scores, random):
     return one_hot(most_likely(scores, 1), scores)
 
 def shared_noise(seed, positions, vocabulary):
-    """Noise that depends on nothing but a seed, (1,), the position and the token: positions (rows, 1) ->
-    (rows, V). These are hashed to 64 bits by the finaliser of splitmix64 without its last shift, in integers,
-    which every device computes alike."""
+    """Noise that depends on nothing but a seed, (1,), the position and the token: positions, an int or (rows,
+    1) -> (V,) or (rows, V). These are hashed to 64 bits by the finaliser of splitmix64 without its last
+    shift, in integers, which every device computes alike."""
     tokens = torch.arange(vocabulary, device=seed.device)
     x = seed + torch.as_tensor(positions) * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     # 52 bits, so that adding one half, which avoids 0 and 1, is exact.
-    return gumbel_noise(((x >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52)
+    return gumbel_noise((((x >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52)
 
 METHODS = {
     "sequoia": SEQUOIA,
@@ -929,51 +965,39 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
-# Processors also shape the draft, because a draft shaped like the target is accepted more often. (It stays
-# lossless, as the same scores propose and verify.) But what these rule out of a draft is only lowered, by
-# FAR_BELOW, because the target may keep it.
-TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-FAR_BELOW = 100
-# These never look at the text. Any other processor might, so it is called node by node, each with the node's
-# own text, which is slower and cannot be captured as a CUDA graph.
-TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
+def check_fit(model):
+    """Raises ValueError for a kind of model that cannot be fed trees. `Decoder.probe` finds out more."""
+    name = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
+                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
+                         f"or a pipeline's model")
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    devices = {weight.device for weight in model.parameters()}
+    reasons = {
+        "it has an encoder": model.config.is_encoder_decoder,
+        f"it is recurrent, or has layers of {kinds}": model._is_stateful or kinds,
+        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
+        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
+        f"it is on several devices, {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{name} cannot verify a tree: {reason}")
 
-class Sampling:
-    """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). They are not asked about a text that has ended, by a token of `ends` or by its length."""
-
-    def __init__(self, method, processors, ends=(), max_length=sys.maxsize):
-        self.method = method
-        self.processors = processors
-        self.ends = {NONE, *ends}
-        self.max_length = max_length
-        blind = [(type(one), *vars(one).values()) for one in processors if type(one) in TEXT_BLIND]
-        self.reads_text = len(blind) < len(processors)
-        self.settings = method, self.reads_text, *blind
-
-    def scores(self, logits, is_draft, text, tokens, mask, nodes):
-        """The scores after some nodes, from a model's logits, (rows, V) each. A processor that reads the text
-        is given `text` up to the root, and the tokens of those nodes that a node sees by the mask."""
-        if not self.reads_text:
-            return self.processed(None, logits, is_draft)
-        rows = []
-        for row, seen in zip(logits.float().split(1), mask[nodes]):
-            path = tokens[:-1][seen]
-            ids = torch.cat([text[:-1], path])
-            # Behind an end or a missing child scores are not used, and a grammar would not know what to say.
-            if len(ids) < self.max_length and not self.ends.intersection(path[1:].tolist()):
-                row = self.processed(ids[None], row, is_draft)
-            rows.append(row)
-        return torch.cat(rows)
-
-    def processed(self, ids, logits, is_draft):
-        scores = never_ruled_out(logits.float()) if is_draft else logits.float()
-        for processor in self.processors:
-            shaped = processor(ids, scores).float()
-            if is_draft and type(processor) in TRUNCATING:
-                shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
-            scores = shaped
-        return scores
+def context_of(config):
+    """The most tokens that a model can be fed."""
+    usual = context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    given = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    for rope in [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]:
+        original = rope.get("original_max_position_embeddings", usual)
+        if rope.get("rope_type") == "longrope":
+            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
+            return original
+        if rope.get("rope_type") in ("linear", "yarn"):
+            context = max(context, int(rope["factor"] * original))
+    return context
 
 # The model's arguments that `generate` hands over itself. Any other one might change the text.
 FROM_GENERATE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids",
@@ -1018,8 +1042,8 @@ class Decoder:
 
     draft        a model of the same vocabulary; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest once it is known, and until then a tree of 8 nodes
-    method       a name from METHODS
+                 fastest once it is known, and until then one of 8 nodes and some trials
+    method       a name from METHODS; gumbel, which is like a logits processor, is never captured
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
     cuda_graph   whether a GPU captures the step
@@ -1041,7 +1065,8 @@ class Decoder:
         self.on_step = on_step or (lambda step: None)
         # For each way of sampling: children are then accepted more or less often.
         self.planners = collections.defaultdict(partial(Planner, self.tree))
-        self.models = [CachedModel(model) for model in (target, draft)[: 1 + (self.tree != NO_TREE)]]
+        used = [target] if self.tree == NO_TREE else [target, draft]
+        self.models = [CachedModel(model) for model in used]
         self.target = self.models[0]
         self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
         if target.training:
@@ -1054,7 +1079,7 @@ class Decoder:
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.seed = torch.randint(2**62, (1,), generator=generator, device=target.device)
         self.probed = False
-        self.tree_step = self.made_for = self.report = None
+        self.tree_step = self.step_key = self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
                  stop_strings=None, stopping_criteria=(), **kwargs):
@@ -1065,9 +1090,11 @@ class Decoder:
         # `generate` does not hand a streamer and a tokenizer on to a custom_generate, so they are used here.
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
         if stop_strings:
-            # Without a tokenizer `generate` says that it needs one.
-            kwargs["stop_strings"] = None if tokenizer else stop_strings
-            criteria += [transformers.StopStringCriteria(tokenizer, stop_strings)] if tokenizer else []
+            if tokenizer:
+                criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+            else:
+                # Now `generate` says that it needs a tokenizer.
+                kwargs["stop_strings"] = stop_strings
         return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria,
                                           custom_generate=partial(self, streamer=streamer), **kwargs)
 
@@ -1076,13 +1103,14 @@ class Decoder:
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
         self.check(model, input_ids, generation_config, arguments)
-        ends = [int(end) for one in stopping_criteria for end in getattr(one, "eos_token_id", ())]
+        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
         processors = [*logits_processor]
         if method.noise:
-            # Each text has its own seed, and each of its positions noise that is made once.
+            # Each text has its own seed, and each position noise, which both models and the next steps share.
             self.seed += 1
-            noise = cache(partial(method.noise, self.seed, vocabulary=self.target.vocabulary))
+            noise_at = partial(method.noise, self.seed, vocabulary=self.target.vocabulary)
+            noise = lru_cache(2 * MAX_LEVELS)(noise_at)
             processors.append(lambda ids, scores: scores + noise(ids.shape[1]))
         sampling = Sampling(method, processors, ends, stopping_criteria.max_length or sys.maxsize)
         planner = self.planners[sampling.settings]
@@ -1142,11 +1170,10 @@ class Decoder:
     @torch.inference_mode()
     def steps_after(self, text, sampling, planner):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
-        new_step = partial(TreeStep, models=self.models, generator=self.generator)
         logits = self.target.prefill(text, PROBE_TOKENS)
-        step = new_step(NO_TREE)(text, sampling, logits[-1:])
+        step = TreeStep(NO_TREE, self.models, self.generator)(text, sampling, logits[-1:])
         yield step
-        # Probe only now, because the caller already has the first token.
+        # Probe only now, so that the first token does not wait for it.
         if not self.probed:
             self.probe(text, logits)
         draft_is_fed = False
@@ -1158,18 +1185,7 @@ class Decoder:
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
             tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
-            capacities = [model.grow(len(text) + tree.size) for model in self.models]
-            made_for = tree, capacities, sampling.settings
-            if made_for != self.made_for:
-                # Let go of the old step first, so that its memory can be used again.
-                self.tree_step = None
-                self.tree_step = new_step(tree, static=self.cuda_graph and not sampling.reads_text)
-                self.made_for = made_for
-            tree_step = self.tree_step
-            if tree.depth > left:
-                # A step adds at most one token per level, so the levels behind the end are cut.
-                cut = (parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
-                tree_step = new_step(Tree(cut))
+            tree_step = self.step_for(tree, len(text), left, sampling)
             # A step without a tree does not feed the draft, so the next one with a tree feeds it everything.
             if tree.depth > 1 and not draft_is_fed:
                 self.draft.prefill(text[:-1])
@@ -1179,6 +1195,23 @@ class Decoder:
             step = tree_step(text, sampling)
             planner.learn(step)
             yield step
+
+    def step_for(self, tree, length, left, sampling):
+        """The TreeStep for a tree, after a text of this length to which `left` tokens can be added. The last
+        one is kept, because it may hold a graph, as long as it fits the tree, the caches and the sampling."""
+        capacities = [model.reserve(length + tree.size) for model in self.models]
+        key = tree, capacities, sampling.settings
+        if key != self.step_key:
+            # Let go of the old step first, so that its memory can be used again.
+            self.tree_step = self.step_key = None
+            is_static = self.cuda_graph and not sampling.reads_text
+            self.tree_step = TreeStep(tree, self.models, self.generator, is_static)
+            self.step_key = key
+        if tree.depth <= left:
+            return self.tree_step
+        # A step adds at most one token per level, so the levels behind the end are cut.
+        cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+        return TreeStep(cut, self.models, self.generator)
 
     def probe(self, text, logits):
         """Raises ValueError if the target gets trees wrong: one that masks by slot, or counts positions its
@@ -1190,21 +1223,22 @@ class Decoder:
               └─b───c            the prompt's own: nodes 0, 2, 4"""
         count, target = len(logits), self.target
         layout = Layout(sequences(2, count), text.device)
-        target.grow(len(text) + 2 * count)
+        target.reserve(len(text) + 2 * count)
         base = layout.nodes[:1] + len(text) - count
         place = layout.place(base, len(text) + count + 1)
-        slots = place[0][:-1]
+        slots = place.slots[:-1]                                # a short prompt has no previous
         kept = target.store.index_select(2, slots)
         twice = text[-count:].repeat_interleave(2)
-        masks = target.sliding_masks(layout)
-        again = target.run(twice, layout.nodes[:-1], *place, target.store, *masks)[::2].float().softmax(dim=1)
+        nodes = layout.nodes[:-1]                               # without the last leaf, a decoy too many
+        again = target.logits(twice, nodes, place, target.masks_from_base(layout))[::2].float().softmax(dim=1)
         # The prompt's entries return, because those of another pass are rounded in another way.
         target.store.index_copy_(2, slots, kept)
         P = logits.float().softmax(dim=1)
         differences = (again - P).std(dim=1) / P.std(dim=1)
         # The last and half of all: a mixture of experts may round one token to another expert.
         found = torch.maximum(differences[-1], differences.median())
-        # For bfloat16 18% is let pass, for float32 0.07%. (A model in float64 may compute angles in float32.)
+        # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
+        # compute their angles in float32.
         if not found < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
             raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the "
                              f"same tokens differ by {found:.1%} between a tree's pass and an ordinary one, "
@@ -1226,7 +1260,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     return decoder.generate(inputs, generation_config, **kwargs)
 
 # --- 10  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
-# Linear layers with at most so many weights are not packed, because in float32 oneDNN would be slower.
+# Linear layers with at most this many weights are not packed, because in float32 oneDNN would be slower.
 SMALL = {torch.float32: 2**20, torch.bfloat16: 0}
 
 def packable_dtypes():
@@ -1264,17 +1298,19 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # Two examples: 3 nodes behind 4 tokens, and 15 nodes behind 16.
+    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens. For the last one the cache is larger.
     layout = Layout(k_ary(2, 4), "cpu")
-    masks = cached.sliding_masks(layout)
     examples = []
-    for base, count in ((4, 3), (16, 15)):
+    for base, count in ((4, 3), (16, 15), (300, 1)):
+        cached.reserve(base + 15)
         place = layout.place(torch.tensor([base]), base + 15)
+        masks = cached.masks_from_base(layout)
         examples.append((torch.arange(7, 23), layout.nodes[:count], *place, cached.store, *masks))
 
     def outputs(run):
         # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
-        cached.store.zero_()
+        for _, _, _, _, _, store, *_ in examples:
+            store.zero_()
         return [run(*inputs) for inputs in examples]
 
     before = torch.cat(outputs(cached.forward))
@@ -1291,7 +1327,7 @@ def pack(model):
     module = nn.Module()
     module.model = model
     module.forward = cached.forward
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         # Otherwise TorchScript would optimise it again for every new shape.
         run = torch.jit.optimized_execution(False)(trace.forward)
@@ -1307,7 +1343,9 @@ def offload(model, device):
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     host = {}                # by weight of these layers: what stays in host memory
     for weight in layers.parameters():
-        host[weight] = weight.data = weight.data.pin_memory() if torch.cuda.is_available() else weight.data
+        if torch.cuda.is_available():
+            weight.data = weight.data.pin_memory()
+        host[weight] = weight.data
     for tensor in {*model.parameters(), *model.buffers()} - host.keys():
         tensor.data = tensor.data.to(device)
 
@@ -1341,7 +1379,7 @@ OPTIONS = {
     "--max-new-tokens": (96, "how many tokens to add"),
     "--temperature": (0.6, "0 is greedy, 1 the model's own"),
     "--top-p": (1.0, "keep the likeliest tokens of this probability together"),
-    "--top-k": (0, "keep so many likeliest tokens; 0 is all"),
+    "--top-k": (0, "keep this many likeliest tokens; 0 is all"),
     "--seed": (0, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
                   "auto the tree, and so the text, depends on the clock"),
     "--method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
@@ -1349,12 +1387,12 @@ OPTIONS = {
     "--device": (DEVICE, "cuda, cuda:1, cpu, ..."),
     "--dtype": (DTYPE, "float32, bfloat16 or float16"),
     "--offload": (False, "stream the target's layers from host memory"),
-    "--explain": (False, "decode by `step_plainly` (Algorithm 2), slowly, and print each step"),
+    "--explain": (False, "decode by `step_plainly`, slowly and always by Algorithm 2, and print each step"),
 }
 LIMITS = {"max_new_tokens": (1, 10**9), "temperature": (0, 10**9), "top_p": (1e-9, 1), "top_k": (0, 10**9),
           "seed": (0, 2**63 - 1)}
 
-def arguments(argv):
+def parse(argv):
     parser = argparse.ArgumentParser("sequoia.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, (default, text) in OPTIONS.items():
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
@@ -1383,7 +1421,7 @@ def decode_prompt(args):
     target = load(args.target, args)
     target = offload(target, args.device) if args.offload else pack(target.to(args.device))
     # Models only know ids, so both need the same tokens.
-    names = (args.target, args.draft)[: 1 + (draft is not None)]
+    names = [args.target] if draft is None else [args.target, args.draft]
     tokenizer, *others = map(transformers.AutoTokenizer.from_pretrained, names)
     if any(other.get_vocab() != tokenizer.get_vocab() for other in others):
         raise ValueError(f"{args.target} and {args.draft} have different tokens")
@@ -1443,7 +1481,7 @@ def main(argv=None):
     if hasattr(os, "getloadavg"):
         torch.set_num_threads(max(1, torch.get_num_threads() - int(os.getloadavg()[0])))
     try:
-        decode_prompt(arguments(argv))
+        decode_prompt(parse(argv))
         return 0
     except KeyboardInterrupt:
         return 130

@@ -672,7 +672,7 @@ def text_of(length, vocabulary=64, seed=0):
 def fed(model, text, capacity=256):
     """A model with a cache that holds a text."""
     cached = CachedModel(model)
-    cached.grow(capacity)
+    cached.reserve(capacity)
     with torch.inference_mode():
         cached.prefill(text)
     return cached
@@ -686,7 +686,7 @@ def test_masks_show_each_node_the_text_and_its_ancestors_within_the_window(name,
     layout = Layout(ABREAST, "cpu")
     visible = base + ABREAST.size
     slots, positions, columns = layout.place(torch.tensor([base]), visible)
-    masks = [mask[:, columns] for mask in cached.sliding_masks(layout)]
+    masks = [mask[:, columns + cached.store.shape[2]] for mask in cached.masks_from_base(layout)]
     assert slots.tolist() == [*range(base, base + ABREAST.size), base - 1]
     assert positions.tolist() == [base + depth for depth in ABREAST.depths] + [base - 1]
     assert len(masks) == len(cached.windows)
@@ -715,7 +715,7 @@ def test_tree_attention_equals_one_path_at_a_time(name, window):
     tokens = torch.cat([text[-1:], text_of(12, seed=1), text[-2:-1]])
     nodes = torch.randperm(14, generator=seeded(0))
     place = layout.place(torch.tensor([29]), 192)
-    logits = cached.run(tokens, nodes, *place, cached.store, *cached.sliding_masks(layout))
+    logits = cached.logits(tokens, nodes, place, cached.masks_from_base(layout))
     for node, row in zip(nodes.tolist(), logits):
         path = tokens[ABREAST.paths[node]] if node < 13 else tokens[:0]
         alone = torch.cat([text[:-1], path])
@@ -729,10 +729,10 @@ def test_a_prefill_gives_the_last_tokens_logits_and_a_cache_that_grows_keeps_its
         logits = cached.prefill(text_of(length), 4)
         torch.testing.assert_close(logits, model(text_of(length)[None]).logits[0, -4:])
     before = cached.store
-    cached.grow(256)
+    cached.reserve(256)
     # A captured graph goes on with this memory.
     assert cached.store is before
-    cached.grow(257)
+    cached.reserve(257)
     assert cached.store.shape[2] == 512
     assert_cached(cached, text_of(200))
 
@@ -840,7 +840,7 @@ def assert_steps_as_plainly(models, prompt, trees, sampling, form, seed):
     static = form != "host" and not sampling.reads_text
     for model in models:
         # What an earlier text left must not show.
-        model.grow(256)
+        model.reserve(256)
         model.store.fill_(math.nan)
     text = prompt
     run = TreeStep(NO_TREE, models, generator)
@@ -903,12 +903,12 @@ class TableModel:
         self.tables = tables
         self.vocabulary = tables[0].shape[1]
 
-    def sliding_masks(self, layout):
-        return [layout]
+    def masks_from_base(self, layout):
+        return layout
 
-    def run(self, tokens, nodes, slots, positions, columns, store, layout):
+    def logits(self, tokens, nodes, place, masks):
         # The row of previous, which comes last, is not used.
-        paths = [*layout.tree.paths, [0]]
+        paths = [*masks.tree.paths, [0]]
         tokens = tokens.clamp(min=0)
         following = [row_of(self.tables, tokens[paths[node][1:]].tolist()) for node in nodes]
         return torch.stack(following).log()
@@ -1841,7 +1841,7 @@ def test_the_probe_leaves_the_caches_bit_for_bit_as_it_found_them(name):
         text = prompt_of(length)[0]
         logits = decoder.target.prefill(text, sequoia.PROBE_TOKENS)
         # The probe may need room, which is empty at first.
-        decoder.target.grow(length + 2 * len(logits))
+        decoder.target.reserve(length + 2 * len(logits))
         before = decoder.target.store.clone()
         between = []
 
