@@ -254,7 +254,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
 # --- 4  The best tree (section 3.1, Algorithm 1) ------------------------------------------------------------
 def expected_tokens(tree, acceptance_rates):
-    """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). For the rates see
+    """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). acceptance_rates: see
     `optimal_tree`.
 
     A step adds one token for each accepted node and one of the target's own, which we count at the root. So
@@ -282,16 +282,17 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
-    where `below` is best[0] on the next level. Here best[k][0] is 0, and if n nodes have no place -inf."""
+    where `below` is best[0] on the next level. Of no nodes it is 0, and of nodes that have no place -inf."""
     rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     if min(size, depth) < 1:
         raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     n = np.arange(size)[:, None]
     m = np.arange(1, size + 1)
-    rest = np.where(m <= n, n - m, NONE)                        # the last element, for too few nodes, is -inf
-    nothing = np.append(0.0, np.full(size, -np.inf))
-    best = nothing                                              # the last level has no place below it
+    rest = np.where(m <= n, n - m, NONE)                        # (n, m)
+    # `best` is best[k], for n = 0 to size - 1 and one element more: -inf, which the index NONE reads. With no
+    # child left, as on the last level, there is a place for no node.
+    best = nothing = np.append(0.0, np.full(size, -np.inf))
     shares = []                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
         below, best = best, nothing
@@ -357,7 +358,7 @@ def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
     return outcome(accepted, R, P)
 
 def outcome(accepted, R, P):
-    """What `verify_nodes` returns, from answers of all ranks, in one tensor or more, (rows, ...) each."""
+    """What `verify_nodes` returns. accepted: the answers, side by side in rank order, (rows, ...) each."""
     # `max` finds the first that is true, and the column appended here, of rank k, always is.
     rank = torch.cat([*accepted, torch.ones_like(P[:, :1], dtype=torch.bool)], dim=1).max(dim=1).indices
     # If rounding leaves nothing of R, the token is drawn from P. Otherwise 1e-20 of P changes nothing.
@@ -395,9 +396,10 @@ class Sampling:
         self.ends = {NONE, *ends}
         self.max_length = max_length
         self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
-        # What a captured graph and acceptance rates depend on.
-        blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
-        self.settings = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
+        # Calls with equal settings may share a plan and a captured graph.
+        blind = [(type(processor), *vars(processor).values()) for processor in processors
+                 if type(processor) in TEXT_BLIND]
+        self.settings = method, self.reads_text, *blind
 
     def scores(self, logits, is_draft, text, tokens, mask, nodes):
         """The scores after some nodes, from a model's logits, (rows, V) each. A processor that reads a text
@@ -452,7 +454,7 @@ class Sampling:
 # every step feeds the draft previous again, together with the root; an entry that is there is written anew.
 
 class Level(NamedTuple):
-    """What one draft pass is about. On the right, for the tree above, whose previous has the number 4."""
+    """One draft pass. On the right what it holds for the tree above, where previous has the number 4."""
     parents: Tensor          # the nodes with children on this level           [0]         [1]
     fed: Tensor              # the draft is fed these, first also previous     [4, 0]      [1]
     children: Tensor         # of each parent, padded with NONE                [[1, 2]]    [[3]]
@@ -504,7 +506,7 @@ class CachedModel:
     def __init__(self, model):
         check_fit(model)
         self.model = model
-        self.run = getattr(model, "_sequoia_pass", self.forward)         # see `pack` in section 10
+        self.run = getattr(model, "_sequoia_pass", self.forward)         # a trace, see `pack` in section 10
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None) or sys.maxsize
         # A model whose layers are all alike may name no kind.
@@ -515,7 +517,7 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens):
-        """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
+        """Makes room for this many tokens, and keeps those that are there. Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         if tokens > self.store.shape[2]:
             capacity = max(256, 1 << (tokens - 1).bit_length())
@@ -566,7 +568,8 @@ class CachedModel:
         return self.run(tokens, nodes, *place, self.store, *masks)
 
     def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
-        """The pass of `logits`, as a function of tensors alone, so that it can be traced."""
+        """The pass of `logits` as a function of tensors alone, so that it can be traced. (A trace would keep
+        using this store, if it were not given one.)"""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
@@ -738,6 +741,10 @@ class TreeStep:
         return q
 
 # --- 7  The planner (section 4.1) ---------------------------------------------------------------------------
+# A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
+# are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
+# it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
+
 # The most nodes and levels of a planned tree.
 MAX_NODES, MAX_LEVELS = 1024, 24
 # How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess, for
@@ -965,6 +972,15 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
+# A call goes through these, of which the third is transformers' own:
+#
+#     generate(target, inputs, assistant_model=draft, ...)     makes a Decoder for one call
+#         Decoder.generate                                     makes itself the call's custom_generate
+#             target.generate                                  prepares ids, processors, stopping criteria
+#                 Decoder.__call__                             adds tokens until a criterion is met
+#                     Decoder.steps_after                      plans and runs one step after another
+#                         TreeStep.__call__                    section 6
+
 def check_fit(model):
     """Raises ValueError for a kind of model that cannot be fed trees. `Decoder.probe` finds out more."""
     name = type(model).__name__
@@ -1146,7 +1162,7 @@ class Decoder:
         positions = torch.arange(length, device=ids.device)
         usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
         mode = config.get_generation_mode()
-        unable = {
+        refused = {
             mode: mode not in ("greedy_search", "sample", "assisted_generation"),
             "guidance_scale": (config.guidance_scale or 1) != 1,
             "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
@@ -1156,16 +1172,16 @@ class Decoder:
             "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
             f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
             f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
-        unable |= {name: getattr(config, name, None) for name in OUTPUTS}
+        refused |= {name: getattr(config, name, None) for name in OUTPUTS}
         for name, value in arguments.items():
             # An argument that is not given arrives as None, or as an empty dictionary.
             if value is not None and value != {}:
-                unable[name] = name not in FROM_GENERATE
+                refused[name] = name not in FROM_GENERATE
                 if name in usual:
-                    unable[f"{name} like these"] = value.shape[-1] != length or (value != usual[name]).any()
-        unable = [name for name, found in unable.items() if found]
-        if unable:
-            raise ValueError(f"not supported: {', '.join(unable)}")
+                    refused[f"{name} like these"] = value.shape[-1] != length or (value != usual[name]).any()
+        refused = [name for name, found in refused.items() if found]
+        if refused:
+            raise ValueError(f"not supported: {', '.join(refused)}")
 
     @torch.inference_mode()
     def steps_after(self, text, sampling, planner):
