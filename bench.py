@@ -671,11 +671,11 @@ def step(args, report):
     noted = []
     steps = []
 
-    def verify(P, q, tokens, u, stops):
+    def verify(P, q, tokens, u):
         said = []
         verify_one_node(P[0], q[0].softmax(dim=0), tokens[0], u[0], said.append)
         noted.extend([float(number) for number in re.findall("[RD] ([.0-9]+)", line)] for line in said)
-        return method.verify(P, q, tokens, u, stops)
+        return method.verify(P, q, tokens, u)
 
     def on_step(step):
         # They were tried in this order, up to the accepted one.

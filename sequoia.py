@@ -13,7 +13,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (section 3.1)
-    P[k], p_k    acceptance_rates[k - 1]   chance that the k-th child of an accepted node is (Definition 3.2)
+    P[k], p_k    acceptance_rates[k - 1]   an accepted node's k-th child is accepted so often (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
@@ -22,13 +22,13 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (section 4.1)
 
 Sections 1 to 7 are the method, and each needs only those before it. If you change a section, this must stay
-true, and a test fails if it does not:
+true, and test_sequoia.py fails if it does not:
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
     4 best trees            no other tree of that size and depth has more expected tokens
-    5 many nodes            the numbers of `verify_one_node`, row by row
-    6 a step                a node's logits depend on its path alone; moved entries equal a fresh pass's; it
-                            adds what `step_plainly` adds from the same random numbers, also as a CUDA graph
+    5 many nodes            the numbers of `verify_one_node`, row by row, up to the scale of R
+    6 a step                a node's logits depend on its path alone; moved entries equal a fresh pass's; a
+                            step adds what `step_plainly` adds from the same numbers, also as a CUDA graph
     7 the planner           on simulated machines, even noisy ones, its tree comes near the fastest
     9 behind `generate`     the same text up to rounding (sampled, the same distribution), or an error
     10 faster passes        offloaded: the same numbers; packed: up to rounding; traced: exactly as packed
@@ -36,10 +36,11 @@ true, and a test fails if it does not:
     python sequoia.py                                            # section 11: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
-Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, hooks of your own, and
-logits processors that remember earlier calls. Needs Python 3.11, torch 2.11, transformers 5.17 or later ones.
+Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
+hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
+transformers 5.17, or later ones.
 MIT licence, copyright (c) 2026 the sequoia.py authors."""
-import argparse, collections, contextlib, itertools, math, os, re, sys, time, warnings
+import argparse, collections, contextlib, itertools, math, os, sys, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -120,7 +121,7 @@ def sequences(k, length):
 
 def k_ary(k, depth):
     """The full tree of `depth` levels: every node above the last level has `k` children."""
-    return Tree([NONE] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
+    return Tree([NONE] + [(node - 1) // k for node in range(1, sum(k**level for level in range(depth)))])
 
 # --- 2  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
@@ -223,7 +224,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     # 1. Random numbers: for each level a row of noise to propose children by, which its nodes can share,
     # because only one of them is ever reached; and for each node's children numbers to accept or reject by.
     random = partial(uniform, generator=generator, device=text.device)
-    vocabulary = len(draft(text))
+    vocabulary = len(draft(text))                   # a pass just to learn this, and to keep the rest simple
     noise = [gumbel_noise(random(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
     u = random(tree.size, max(map(len, tree.children)))
     # 2. The draft grows the tree. Each node with children proposes them, so texts come in level order.
@@ -282,36 +283,34 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
-    where `below` is best[0] on the next level. Of no nodes it is 0, and of nodes that have no place -inf."""
+    where `below` is best[0] one level further down. It is 0 for no nodes, and -inf if they have no place."""
     rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     if min(size, depth) < 1:
         raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     n = np.arange(size)[:, None]
     m = np.arange(1, size + 1)
-    rest = np.where(m <= n, n - m, NONE)                        # (n, m)
-    # `best` is best[k], for n = 0 to size - 1 and one element more: -inf, which the index NONE reads. With no
-    # child left, as on the last level, there is a place for no node.
-    best = nothing = np.append(0.0, np.full(size, -np.inf))
+    # Where no child is left, and so on the last level, no node has a place.
+    best = no_child = np.where(n[:, 0] == 0, 0.0, -np.inf)                                  # (n,)
     shares = []                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
-        below, best = best, nothing
+        below, best = best, no_child
         shares.insert(0, [])
         for rate in rates[min(level, len(rates) - 1), ::-1]:
-            value = rate * (1 + below[m - 1]) + best[rest]                                  # (n, m)
-            best = np.maximum(nothing, np.append(value.max(axis=1), -np.inf))
+            value = np.where(m <= n, rate * (1 + below[m - 1]) + best[n - m], -np.inf)      # (n, m)
+            best = np.maximum(no_child, value.max(axis=1))
             shares[0].insert(0, 1 + value.argmax(axis=1))
     if best[size - 1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(best).sum()}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
     nodes = [(NONE, 0, size - 1)]
-    for node, (_, level, n) in enumerate(nodes):
+    for node, (_, level, left) in enumerate(nodes):
         rank = 0
-        while n > 0:
-            m = shares[level][rank][n]
-            nodes.append((node, level + 1, m - 1))
-            n -= m
+        while left > 0:
+            share = shares[level][rank][left]
+            nodes.append((node, level + 1, share - 1))
+            left -= share
             rank += 1
     return Tree(parent for parent, _, _ in nodes)
 
@@ -321,13 +320,13 @@ def checked_rates(acceptance_rates):
         raise ValueError(f"acceptance_rates must be from 0 to 1, on each level at most 1 in sum; got {rates}")
     return rates
 
-# --- 5  Many nodes at once ----------------------------------------------------------------------------------
+# --- 5  Many nodes at once, and logits processors -----------------------------------------------------------
 # From here on a row is a node: P, R and the draft's scores q are (rows, V), tokens and u (rows, k). Where a
 # logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
-# The score of a token that was tried, below all others. It is finite, because the softmax of a row of -inf
-# would be NaN.
+# The score of a token that was tried, below all others that are possible. It is finite, because if none is
+# left the softmax of a row of -inf would be NaN.
 TRIED = torch.finfo(torch.float32).min
 
 def propose_different(q, k, random, rows):
@@ -335,23 +334,22 @@ def propose_different(q, k, random, rows):
     random numbers to draw by, one for each row of q or 1 for all."""
     return most_likely(q + gumbel_noise(random(rows, q.shape[1])), k)
 
-def verify_nodes(P, q, tokens, u, stops=False, replacement=False):
-    """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and if no child is accepted the rank
-    is k. Returns the ranks, (rows,), and for such rows the weights from which to draw the token, (rows, V).
+def verify_nodes(P, q, tokens, u, replacement=False):
+    """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and where no child is accepted the
+    rank is k. Returns the ranks, (rows,), and weights, (rows, V), from which such rows then draw their token.
 
-    stops: whether to return at the accepted child of a single row, without weights. replacement: whether a
-    rejected token stays in the draft (SpecInfer, section 8)."""
+    replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
     accepted = []
-    for rank, (s, u_of_rank) in enumerate(zip(tokens.T[:, :, None], u.T[:, :, None])):
+    for s, u_of_rank in zip(tokens.T[:, :, None], u.T[:, :, None]):                     # (rows, 1) each
         exists = s != NONE
         s = s.clamp(min=0)
         # The softmax normalises what is left of the draft, and instead of dividing R by its sum we multiply D
         # by it. A missing child takes nothing from R.
         D = q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted.append(exists & (u_of_rank < R.gather(1, s) / D.gather(1, s)))
-        if stops and accepted[-1]:
-            return rank, None
+        if len(P) == 1 and accepted[-1]:
+            break                               # a single row needs no more
         R = (R - D).clamp(min=0)
         if not replacement:
             q = q.scatter(1, s, TRIED)
@@ -369,10 +367,10 @@ def distribution(scores, random):
 
 class Method(NamedTuple):
     """How children are proposed and verified. Section 8 has others than Sequoia's."""
-    propose: Callable            # `propose_different`, or one like it
-    verify: Callable             # `verify_nodes`, or one like it
-    wanted: Callable             # `distribution`, or one like it: from the target's scores to P
-    noise: Callable = None       # of gumbel alone: noise that both models' scores get
+    propose: Callable            # q, k, random, rows -> tokens, (rows, k)
+    verify: Callable             # P, q, tokens, u -> ranks and weights
+    wanted: Callable             # the target's scores, random -> P
+    noise: Callable = None       # seed, positions, V -> what both models' scores get added (gumbel alone)
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
@@ -388,9 +386,14 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). They are not asked about a text that has ended, by a token of `ends` or by its length."""
+    scores, (1, V). They are not asked about a text that has ended, by a token of `ends` or by its length.
+    seed: of the method's noise, (1,)."""
 
-    def __init__(self, method, processors, ends=(), max_length=sys.maxsize):
+    def __init__(self, method, processors, ends=(), max_length=sys.maxsize, seed=None):
+        if method.noise:
+            # Both models and the next steps ask for the noise of the same few positions.
+            noise = lru_cache(2 * MAX_LEVELS)(partial(method.noise, seed))
+            processors = [*processors, lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])]
         self.method = method
         self.processors = processors
         self.ends = {NONE, *ends}
@@ -401,14 +404,14 @@ class Sampling:
                  if type(processor) in TEXT_BLIND]
         self.settings = method, self.reads_text, *blind
 
-    def scores(self, logits, is_draft, text, tokens, mask, nodes):
-        """The scores after some nodes, from a model's logits, (rows, V) each. A processor that reads a text
-        is given `text`, which ends with the root, and the tokens of the other nodes that a node sees."""
+    def scores(self, logits, is_draft, nodes, tree, tokens, text):
+        """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
+        reads a text is given `text`, which ends with the root, and the tokens from there to the node."""
         if not self.reads_text:
             return self.processed(None, logits, is_draft)
         rows = []
-        for row, seen in zip(logits.float().split(1), mask[nodes]):
-            path = tokens[:-1][seen][1:]                                # without the root
+        for row, node in zip(logits.float().split(1), nodes.tolist()):
+            path = tokens[tree.paths[node][1:]]
             ids = torch.cat([text, path])
             # Behind an end or a missing child scores are not used, and a grammar would not know what to say.
             if len(ids) < self.max_length and not self.ends.intersection(path.tolist()):
@@ -463,7 +466,7 @@ class Place(NamedTuple):
     """Where the nodes of a tree and previous stand in a cache, and what their pass reads."""
     slots: Tensor            # (size + 1,)
     positions: Tensor        # (size + 1,)
-    columns: Tensor          # (visible,): the slots that are read, minus base
+    columns: Tensor          # (visible,): for the slots that are read, slot minus base
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
@@ -497,6 +500,20 @@ class Layout:
         columns = torch.arange(visible, device=base.device) - base
         return Place(base + self.offsets, base + self.depths, columns)
 
+def context_of(config):
+    """The most tokens that a model can be fed."""
+    trained = context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    given = getattr(config, "rope_parameters", None) or {}
+    # One dictionary for all layers, or one of them for each kind of layer.
+    for rope in [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]:
+        original = rope.get("original_max_position_embeddings", trained)
+        if rope.get("rope_type") == "longrope":
+            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
+            return original
+        if rope.get("rope_type") in ("linear", "yarn"):
+            context = max(context, int(rope["factor"] * original))
+    return context
+
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
 
@@ -504,7 +521,6 @@ class CachedModel:
     (2 * layers, most heads, capacity, largest width)."""
 
     def __init__(self, model):
-        check_fit(model)
         self.model = model
         self.run = getattr(model, "_sequoia_pass", self.forward)         # a trace, see `pack` in section 10
         config = model.config.get_text_config(decoder=True)
@@ -549,7 +565,8 @@ class CachedModel:
 
     def masks_from_base(self, layout):
         """What nodes see, as masks that fit any step, because it depends on a slot's distance from `base`
-        alone: for each kind of layer (size + 1, 2 * capacity), with `base` in the middle column."""
+        alone: for each kind of layer (size + 1, 2 * capacity), where column capacity + i is slot base + i.
+        From these a pass cuts out the columns of the slots that it reads."""
         capacity, size = self.store.shape[2], layout.tree.size
         offsets = torch.arange(-capacity, capacity, device=layout.mask.device)
         # Every node sees the text, and in the tree its ancestors and itself.
@@ -565,9 +582,9 @@ class CachedModel:
     def logits(self, tokens, nodes, place, masks):
         """One pass over some nodes, (nodes,), of a tree. tokens: of all its nodes and previous, (size + 1,).
         masks: `masks_from_base`. Returns (nodes, V)."""
-        return self.run(tokens, nodes, *place, self.store, *masks)
+        return self.run(self.store, tokens, nodes, *place, *masks)
 
-    def forward(self, tokens, nodes, slots, positions, columns, store, *masks):
+    def forward(self, store, tokens, nodes, slots, positions, columns, *masks):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (A trace would keep
         using this store, if it were not given one.)"""
         def update(key_states, value_states, layer_idx, *args, **kwargs):
@@ -594,11 +611,10 @@ class CachedModel:
         """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers."""
         self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
 
-# Step 4 of `step_plainly` on tensors. Both functions return the accepted nodes, from the root on, and the
-# weights from which the token after them is to be drawn, (1, V). `try_children` is given nodes and their
-# children, and returns what `verify_nodes` does.
-
 def walk(layout, try_children):
+    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which the
+    token after them is to be drawn, (1, V). try_children: from nodes and their children to what `verify_nodes`
+    returns."""
     path = [0]
     while True:
         node, children = path[-1], layout.tree.children[path[-1]]
@@ -606,21 +622,6 @@ def walk(layout, try_children):
         if rank == len(children):
             return layout.nodes[path], R
         path.append(children[rank])
-
-def walk_without_branches(layout, try_children):
-    """A CUDA graph cannot branch. So the children of all nodes are tried at once, and after a rejection the
-    walk goes on at NONE, which has no child, while the path repeats its last node. If for example node 1 is
-    accepted and then nothing, the walk reaches 0, 1, NONE, NONE, and the path is 0, 1, 1, 1."""
-    rank, R = try_children(slice(None), layout.children[:, :-1])
-    following = layout.children.gather(1, rank[:, None])[:, 0]
-    following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
-    path = [layout.nodes[:1]]
-    reached = path[0]
-    for _ in layout.levels:
-        reached = following[reached]
-        # Children have larger numbers than their parents, and NONE is smaller than any.
-        path.append(torch.maximum(path[-1], reached))
-    return torch.cat(path), R[path[-1]]
 
 class Step(NamedTuple):
     """What one step did."""
@@ -651,7 +652,8 @@ class TreeStep:
         self.layout = Layout(tree, models[0].store.device)
         self.masks = [model.masks_from_base(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
-        self.tokens = torch.zeros_like(self.layout.offsets)             # the last one is previous
+        # The last element is previous, until the draft was fed it, and then NONE, missing children's token.
+        self.tokens = torch.zeros_like(self.layout.offsets)
         self.calls = 0
         self.graph = self.result = None
 
@@ -666,8 +668,7 @@ class TreeStep:
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
-        untimed = text.is_cuda + self.static
-        is_timed = logits is None and self.calls > untimed
+        is_timed = logits is None and self.calls > text.is_cuda + self.static
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
@@ -679,26 +680,15 @@ class TreeStep:
         seconds = time.perf_counter() - begun if is_timed else None
         return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, seconds)
 
-    def capture(self, text, sampling):
-        try:
-            graph = torch.cuda.CUDAGraph()
-            if self.generator is not None:
-                graph.register_generator_state(self.generator)
-            with torch.cuda.device(text.device), torch.cuda.graph(graph):
-                self.result = self.on_device(text, sampling)
-            self.graph = graph
-        except RuntimeError as error:
-            warnings.warn(f"decoding goes on without a CUDA graph: {error}")
-            self.static = False
-
     def on_device(self, text, sampling, logits=None):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
         target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
-        scores_of = partial(sampling.scores, text=text, tokens=tokens, mask=layout.mask)
+        scores_of = partial(sampling.scores, tree=layout.tree, tokens=tokens, text=text)
 
         # 1. The tree takes its place behind the text.
         visible = len(text) - 1 + layout.tree.size
         if self.static:
+            # All slots that both caches have. The masks hide the free ones.
             visible = min(model.store.shape[2] for model in self.models)
         place = layout.place(self.base, visible)
         # 2. The draft grows the tree.
@@ -710,9 +700,8 @@ class TreeStep:
         u = self.random(layout.tree.size, layout.children.shape[1] - 1)
 
         def try_children(nodes, children):
-            P = method.wanted(scores_of(logits[nodes], False, nodes=nodes), self.random)
-            u_of_children = u[nodes, : children.shape[1]]
-            return method.verify(P, q[nodes], tokens[children], u_of_children, stops=not self.static)
+            P = method.wanted(scores_of(logits[nodes], False, layout.nodes[nodes]), self.random)
+            return method.verify(P, q[nodes], tokens[children], u[nodes, : children.shape[1]])
 
         path, R = (walk_without_branches if self.static else walk)(layout, try_children)
         # 5. One more token is drawn.
@@ -732,13 +721,39 @@ class TreeStep:
             # The draft's vocabulary may be padded to another length. If it is longer, this cuts it.
             if missing := vocabulary - logits.shape[1]:
                 logits = pad(logits, (0, missing), value=RULED_OUT)
-            q[parents] = guesses = scores_of(logits, True, nodes=parents)
-            # Where a node has fewer children than the widest one, `children` is padded with -1, so what is
-            # proposed there goes to the last element. That is free, because previous was fed.
-            # Nodes of a level share a row of random numbers, see `step_plainly`.
+            q[parents] = guesses = scores_of(logits, True, parents)
+            # The padding of `children` is -1, so what is proposed there goes to the last element, which has
+            # been fed. The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[children] = propose(guesses, children.shape[1], self.random, rows=1)
         tokens[-1].fill_(NONE)
         return q
+
+    def capture(self, text, sampling):
+        try:
+            graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                graph.register_generator_state(self.generator)
+            with torch.cuda.device(text.device), torch.cuda.graph(graph):
+                self.result = self.on_device(text, sampling)
+            self.graph = graph
+        except RuntimeError as error:
+            warnings.warn(f"decoding goes on without a CUDA graph: {error}")
+            self.static = False
+
+def walk_without_branches(layout, try_children):
+    """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
+    rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If for
+    example node 1 is accepted and then nothing, it reaches 0, 1, NONE, NONE, and the path is 0, 1, 1, 1."""
+    rank, R = try_children(slice(None), layout.children[:, :-1])
+    following = layout.children.gather(1, rank[:, None])[:, 0]
+    following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
+    path = [layout.nodes[:1]]
+    reached = path[0]
+    for _ in layout.levels:
+        reached = following[reached]
+        # Children have larger numbers than their parents, and NONE is smaller than any.
+        path.append(torch.maximum(path[-1], reached))
+    return torch.cat(path), R[path[-1]]
 
 # --- 7  The planner (section 4.1) ---------------------------------------------------------------------------
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
@@ -767,7 +782,7 @@ def plan(rates, sizes, t, c):
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
     rates = np.asarray(rates)
     fastest = 0.0
-    # The chances of nodes on the last level, and on all levels, the likeliest first.
+    # The chances of nodes, on the last level and on all levels, the likeliest first.
     level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
@@ -775,11 +790,11 @@ def plan(rates, sizes, t, c):
         if tokens_per_second.max() > fastest:
             fastest = tokens_per_second.max()
             size = tokens_per_second.argmax() + 1
-            # A rate below the chance of the tree's least likely node leads to none of its nodes.
-            best = rates[rates >= chances[size - 1]], size, depth
+            # Ranks whose rate is below the chance of the tree's least likely node have no node in it.
+            found = rates[rates >= chances[size - 1]], size, depth
         level = np.sort(np.outer(level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, level))[::-1][: sizes[-1]]
-    return optimal_tree(*best)
+    return optimal_tree(*found)
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -826,8 +841,10 @@ class Planner:
 
             try 3 trees | plan A | try 16 nodes | plan B | use B until steps double | time again | plan ..."""
         # A decent tree; none; and one of the first one's size that takes seven draft passes instead of three.
-        # These are timed again before each plan. Others are added to them, and timed once.
-        trials = [self.tree, NO_TREE, chain(7)]
+        # Each of these is timed once more before a new plan. Others are added to them, and not timed again.
+        first = [self.tree, NO_TREE, chain(7)]
+        trials = [*first]
+        # Between two yields the caller runs the step and calls `learn`.
         while True:
             for tree in trials:
                 while len(self.seconds[tree]) < MIN_TIMINGS:
@@ -840,7 +857,7 @@ class Planner:
             else:
                 yield from itertools.repeat(self.tree, self.steps)
                 # Before the next plan the first trials lose their oldest times, which may have been slow.
-                for tree in trials[:3]:
+                for tree in first:
                     self.seconds[tree].popleft()
 
     def latency(self, trials):
@@ -874,9 +891,9 @@ class Planner:
         rates = []
         chance = chance_tried = 1.0
         for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
-            # A child is hardly accepted more often than its elder, whose chance this still is, so the guess
-            # must not say so, either.
-            chance = (accepted + PRIOR_TRIES * min(guess, chance)) / (tried + PRIOR_TRIES)
+            # A child is hardly accepted more often than its elder, so the guess must not say so, either.
+            elder = chance
+            chance = (accepted + PRIOR_TRIES * min(guess, elder)) / (tried + PRIOR_TRIES)
             rates.append(chance_tried * chance)
             chance_tried *= 1 - chance
         return np.minimum.accumulate(rates)
@@ -889,14 +906,14 @@ def propose_independent(q, k, random, rows):
 def propose_likeliest(q, k, random, rows):
     return most_likely(q, k)
 
-def verify_by_spectr(P, q, tokens, u, stops=False):
+def verify_by_spectr(P, q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]); call the sum of these beta. Some of k
-    tries accepts with 1 - (1 - beta)^k. Choose rho so that this equals rho beta. Then t is accepted with
-    probability min(P[t], rho Q[t]), and it still lacks max(P - rho Q, 0), which sums to the chance that all
-    tries fail. So that is the residual. Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls,
-    while rho beta rises to k beta, which is at least as much by the union bound."""
+    One try accepts token t with probability min(P[t] / rho, Q[t]); call the sum of these beta. At least one
+    of k tries accepts with probability 1 - (1 - beta)^k. Choose rho so that this equals rho beta. Then t is
+    accepted with probability min(P[t], rho Q[t]), and it still lacks max(P - rho Q, 0), which sums to the
+    chance that all tries fail. So that is the residual. Bisection finds rho: as it grows from 0 to k,
+    1 - (1 - beta)^k falls, while rho beta rises to k beta, which is at least as much by the union bound."""
     Q = q.softmax(dim=1)
     # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
@@ -914,7 +931,7 @@ def verify_by_spectr(P, q, tokens, u, stops=False):
 
 # The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
 # and the child that is this token is accepted, which is lossless however the children were chosen.
-def verify_by_matching(P, q, tokens, u, stops=False):
+def verify_by_matching(P, q, tokens, u):
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return outcome([accepted], P, P)
 
@@ -952,7 +969,7 @@ METHODS = {
     # noise, because its test needs a random number that is independent of the proposal.
     "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, noise=shared_noise),
 }
-# At temperature 0 all methods come to this.
+# At temperature 0 all methods add these tokens.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -993,27 +1010,13 @@ def check_fit(model):
     devices = {weight.device for weight in model.parameters()}
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
-        f"it is recurrent, or has layers of {kinds}": model._is_stateful or kinds,
+        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
         "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
         "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
         f"it is on several devices, {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot verify a tree: {reason}")
-
-def context_of(config):
-    """The most tokens that a model can be fed."""
-    usual = context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    given = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
-    for rope in [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]:
-        original = rope.get("original_max_position_embeddings", usual)
-        if rope.get("rope_type") == "longrope":
-            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
-            return original
-        if rope.get("rope_type") in ("linear", "yarn"):
-            context = max(context, int(rope["factor"] * original))
-    return context
 
 # The model's arguments that `generate` hands over itself. Any other one might change the text.
 FROM_GENERATE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids",
@@ -1082,6 +1085,8 @@ class Decoder:
         # For each way of sampling: children are then accepted more or less often.
         self.planners = collections.defaultdict(partial(Planner, self.tree))
         used = [target] if self.tree == NO_TREE else [target, draft]
+        for model in used:
+            check_fit(model)
         self.models = [CachedModel(model) for model in used]
         self.target = self.models[0]
         self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
@@ -1121,32 +1126,29 @@ class Decoder:
         self.check(model, input_ids, generation_config, arguments)
         ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
-        processors = [*logits_processor]
-        if method.noise:
-            # Each text has its own seed, and each position noise, which both models and the next steps share.
-            self.seed += 1
-            noise_at = partial(method.noise, self.seed, vocabulary=self.target.vocabulary)
-            noise = lru_cache(2 * MAX_LEVELS)(noise_at)
-            processors.append(lambda ids, scores: scores + noise(ids.shape[1]))
-        sampling = Sampling(method, processors, ends, stopping_criteria.max_length or sys.maxsize)
+        self.seed += 1                           # each text has its own
+        max_length = stopping_criteria.max_length or sys.maxsize
+        sampling = Sampling(method, logits_processor, ends, max_length, self.seed)
         planner = self.planners[sampling.settings]
         stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
         stream(input_ids)
         text = input_ids[0].to(model.device).long()
         steps = []
-        for step in self.steps_after(text, sampling, planner):
-            self.on_step(step)
-            steps.append(step)
-            for token in step.tokens:
-                if token == NONE:
-                    raise ValueError("no token to choose: the target's logits are NaN, or the processors "
-                                     "ruled out every token")
-                text = torch.cat([text, text.new_tensor([token])])
-                stream(text[-1:])
-                # Criteria are asked after every token, because accepted ones may go on behind the end.
-                if is_done := bool(stopping_criteria(text[None], None)):
-                    break
-            if is_done:
+
+        def tokens():
+            for step in self.steps_after(text, sampling, planner):
+                self.on_step(step)
+                steps.append(step)
+                yield from step.tokens
+
+        for token in tokens():
+            if token == NONE:
+                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
+                                 "out every token")
+            text = torch.cat([text, text.new_tensor([token])])
+            stream(text[-1:])
+            # Criteria are asked after every token, because accepted ones may go on behind the end.
+            if stopping_criteria(text[None], None):
                 break
         if streamer is not None:
             streamer.end()
@@ -1162,7 +1164,7 @@ class Decoder:
         positions = torch.arange(length, device=ids.device)
         usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
         mode = config.get_generation_mode()
-        refused = {
+        found = {
             mode: mode not in ("greedy_search", "sample", "assisted_generation"),
             "guidance_scale": (config.guidance_scale or 1) != 1,
             "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
@@ -1172,14 +1174,14 @@ class Decoder:
             "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
             f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
             f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
-        refused |= {name: getattr(config, name, None) for name in OUTPUTS}
+        found |= {name: getattr(config, name, None) for name in OUTPUTS}
         for name, value in arguments.items():
             # An argument that is not given arrives as None, or as an empty dictionary.
             if value is not None and value != {}:
-                refused[name] = name not in FROM_GENERATE
+                found[name] = name not in FROM_GENERATE
                 if name in usual:
-                    refused[f"{name} like these"] = value.shape[-1] != length or (value != usual[name]).any()
-        refused = [name for name, found in refused.items() if found]
+                    found[f"{name} like these"] = value.shape[-1] != length or (value != usual[name]).any()
+        refused = [name for name, is_so in found.items() if is_so]
         if refused:
             raise ValueError(f"not supported: {', '.join(refused)}")
 
@@ -1203,11 +1205,12 @@ class Decoder:
             tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
             tree_step = self.step_for(tree, len(text), left, sampling)
             # A step without a tree does not feed the draft, so the next one with a tree feeds it everything.
-            if tree.depth > 1 and not draft_is_fed:
+            has_draft = len(tree_step.models) > 1
+            if has_draft and not draft_is_fed:
                 self.draft.prefill(text[:-1])
                 # Reading a value waits for the GPU, so that the step alone is timed.
                 text.tolist()
-            draft_is_fed = tree.depth > 1
+            draft_is_fed = has_draft
             step = tree_step(text, sampling)
             planner.learn(step)
             yield step
@@ -1308,6 +1311,7 @@ def pack(model):
     A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     that Python took in that run, such as a mixture's experts, is then final. So the trace is given up unless
     it gives exactly the same numbers for other inputs."""
+    check_fit(model)
     cached = CachedModel(model)
     is_prepared = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys()
     if is_prepared or model.device.type != "cpu" or model.dtype not in packable_dtypes():
@@ -1321,11 +1325,11 @@ def pack(model):
         cached.reserve(base + 15)
         place = layout.place(torch.tensor([base]), base + 15)
         masks = cached.masks_from_base(layout)
-        examples.append((torch.arange(7, 23), layout.nodes[:count], *place, cached.store, *masks))
+        examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place, *masks))
 
     def outputs(run):
         # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
-        for _, _, _, _, _, store, *_ in examples:
+        for store, *_ in examples:
             store.zero_()
         return [run(*inputs) for inputs in examples]
 
