@@ -244,8 +244,7 @@ class Machine(NamedTuple):
         """A pass over n tokens: reading and multiplying go on together, and launching beside them."""
         width, inner, layers, heads, key_heads, head, vocabulary = SHAPES[model]
         layer = width * head * 2 * (heads + key_heads) + 3 * width * inner
-        # All but the embedding.
-        weights = layers * layer + width * vocabulary
+        weights = layers * layer + width * vocabulary            # all but the embedding
         busy = max(2 * weights / self.read, n * weights / self.multiply)
         return max(busy + self.kernels * layers, self.launch * layers)
 
@@ -299,12 +298,10 @@ def tokens_per_step(mine):
 class Ours:
     """Decoding by sequoia.py. kept: whether one Decoder has all prompts."""
     def __init__(self, models, temperature, tree, method="sequoia", kept=True):
-        self.temperature = temperature
-        self.kept = kept
+        self.temperature, self.kept = temperature, kept
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
-        # A planner first times some trees.
-        self.warm_up = 128 if tree == "auto" and kept else 16
+        self.warm_up = 128 if tree == "auto" and kept else 16    # a planner first times some trees
 
     def __call__(self, prompt, new_tokens):
         steps = []
@@ -315,13 +312,8 @@ class Ours:
         # Reading the text waits for the device.
         self.decoder.generate(prompt, **request(prompt, self.temperature, new_tokens)).tolist()
         seconds = time.perf_counter() - start
+        self.planner, = self.decoder.planners.values()          # one, as all prompts are sampled alike
         return seconds, sum(len(step.tokens) for step in steps[1:]), len(steps) - 1
-
-    @property
-    def planner(self):
-        # All prompts are sampled alike.
-        planner, = self.decoder.planners.values()
-        return planner
 
     def learn(self, prompts):
         """Decodes prompts, and returns the arguments of the last plan: rates, sizes, t, c."""
@@ -415,8 +407,7 @@ def contenders_for(pair, temperature, args):
     for k, length in SPECINFER:
         shape = sequences(k, length)
         found["sequences", f"{k} of {length}"] = Ours(pair.fast, temperature, shape, "specinfer")
-    # Greedy, all methods are the same.
-    for method in ("topk", "gumbel", "sequoia") if temperature else ("sequoia",):
+    for method in ("topk", "gumbel", "sequoia") if temperature else ("sequoia",):    # greedy, all are alike
         found[method, args.tree] = Ours(pair.fast, temperature, args.tree, method)
     if args.synthetic:
         # The paper's, which adds 5.08 tokens per step greedy, 7B with 68M on C4.
@@ -436,9 +427,8 @@ def contest(pair, prompts, temperature, args, report):
         if setting == "auto":
             tree = contenders[name, setting].planner.tree
             setting = f"auto {tree.size}x{tree.depth}"
-        row = {"temperature": f"{temperature:g}", "method": name, "setting": setting}
-        row["tokens/step"] = tokens_per_step(mine)
-        row["ms/token"] = 1e3 * mine[:, 0].mean() / args.new_tokens
+        row = {"temperature": f"{temperature:g}", "method": name, "setting": setting,
+               "tokens/step": tokens_per_step(mine), "ms/token": 1e3 * mine[:, 0].mean() / args.new_tokens}
         for peer in ("generate", "assisted", "no tree", "sequences"):
             row[f"x {peer}"] = over(mine, best[peer])
         rows.append(row)
@@ -486,8 +476,8 @@ def join(models, share):
         embedding = model.get_input_embeddings().weight.data.zero_()
         embedding[:, : core.shape[1]] = share * model.config.num_hidden_layers**0.5 * core
         model.get_output_embeddings().weight.data.zero_()[:, : head.shape[1]] = head
-        # Logits of deviation 6: distributions about as sharp as a trained model's.
         logits = model(torch.arange(64, device=draft.device)[None]).logits
+        # Of deviation 6: distributions about as sharp as a trained model's.
         model.model.norm.weight.data.fill_(6 / logits.float().std().item())
 
 def random_llama(name, args, device):
@@ -498,8 +488,7 @@ def random_llama(name, args, device):
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
     for layer in model.model.layers:
-        # Attention to few tokens, as in trained models.
-        layer.self_attn.q_proj.weight.data.mul_(3)
+        layer.self_attn.q_proj.weight.data.mul_(3)               # attention to few tokens, as in trained ones
     return model
 
 def synthetic_speed(args, report):
@@ -577,14 +566,12 @@ def chances_of(method, p, q, tokens):
     if method.wanted is sequoia.likeliest_token:
         return (p.argmax(dim=1, keepdim=True) == tokens).float()
     # In place of random numbers, something that notes the ratios it is compared with, and accepts nothing.
-    ratios = []
-    u = mock.MagicMock()
+    u = mock.MagicMock(noted=[])
     u.T = u.__getitem__.return_value = u
     u.__iter__.side_effect = lambda: itertools.repeat(u)
-    u.__lt__.side_effect = lambda ratio: ratios.append(ratio) or torch.zeros_like(ratio, dtype=torch.bool)
+    u.__lt__.side_effect = lambda ratio: u.noted.append(ratio) or ratio < 0
     method.verify(p.softmax(dim=1), q, tokens, u)
-    # A ratio of nothing to nothing is NaN.
-    accepted = torch.cat(ratios, dim=1).nan_to_num(0, posinf=1).clamp(max=1)
+    accepted = torch.cat(u.noted, dim=1).nan_to_num(0, posinf=1).clamp(max=1)       # 0 / 0 is NaN
     return accepted * pad((1 - accepted).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
 @torch.inference_mode()
@@ -635,9 +622,8 @@ def scaling(args, report):
     prompts = texts(args, 2 * args.count, 128)
     rows = []
     for temperature in args.temperatures:
-        # The rates are learned from every other prompt.
         learner = Ours(pair.fast, temperature, (32, 8))
-        learner.learn(prompts[1::2])
+        learner.learn(prompts[1::2])                    # from every other prompt
         rates = learner.planner.rates()
         for size in [2**i for i in range(3, 6 if args.quick else 10)]:
             shapes = sequences_within(size)
@@ -753,8 +739,8 @@ COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, 
 COMMANDS["offload"] = synthetic_speed
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("command", choices=[*COMMANDS, "all"])
     add("--target", default=str(sequoia.TINY / "target"), help="a folder or hub name (the bundled target)")
@@ -769,7 +755,7 @@ def arguments(argv):
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed, offload: a random pair of these shapes")
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or sequoia.arguments(["--device", args.device]).dtype
+    args.dtype = args.dtype or sequoia.DTYPE
     if any(number is not None and number < 1 for number in (args.count, args.new_tokens)):
         parser.error("--count and --new-tokens must be at least 1")
     name = "speed --synthetic" if args.command == "speed" and args.synthetic else args.command

@@ -612,9 +612,9 @@ class CachedModel:
         self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
 
 def walk(layout, try_children):
-    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which the
-    token after them is to be drawn, (1, V). try_children: from nodes and their children to what `verify_nodes`
-    returns."""
+    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
+    draw the token after them, (1, V). try_children: from nodes and their children to ranks and weights, as
+    `verify_nodes` returns them."""
     path = [0]
     while True:
         node, children = path[-1], layout.tree.children[path[-1]]
@@ -945,9 +945,15 @@ def likeliest_token(scores, random):
     return one_hot(most_likely(scores, 1), scores)
 
 def shared_noise(seed, positions, vocabulary):
-    """Noise that depends on nothing but a seed, (1,), the position and the token: positions, an int or (rows,
-    1) -> (V,) or (rows, V). These are hashed to 64 bits by the finaliser of splitmix64 without its last
-    shift, in integers, which every device computes alike."""
+    """Gumbel coupling (arXiv 2408.07978): the likeliest token by score plus noise is a sample, and if both
+    models get the same noise, their likeliest tokens often agree. A single child is accepted with probability
+    (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. (Algorithm 2 reaches 1 - d, but must not share noise,
+    because its test needs a random number that is independent of the proposal.)
+
+    This noise depends on nothing but a seed, (1,), the position and the token, so a seed names the text,
+    whatever the tree and the draft. positions: an int or (rows, 1) -> (V,) or (rows, V). All are hashed to 64
+    bits by the finaliser of splitmix64 without its last shift, in integers, which every device computes
+    alike."""
     tokens = torch.arange(vocabulary, device=seed.device)
     x = seed + torch.as_tensor(positions) * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -962,11 +968,6 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
     "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    # Gumbel coupling (arXiv 2408.07978): the likeliest token by score plus noise is a sample, and if both
-    # models get the same noise, their likeliest tokens often agree. As seed and position name the noise, a
-    # seed names the text, whatever the tree and the draft. With d = sum |P - Q| / 2 a single child is
-    # accepted with probability (1 - d) / (1 + d) or more; Algorithm 2 reaches 1 - d, but must not share
-    # noise, because its test needs a random number that is independent of the proposal.
     "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, noise=shared_noise),
 }
 # At temperature 0 all methods add these tokens.
@@ -1098,7 +1099,10 @@ class Decoder:
         # An offloaded model's pass needs the host.
         is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        self.seed = torch.randint(2**62, (1,), generator=generator, device=target.device)
+        self.seed = torch.zeros(1, dtype=torch.long, device=target.device)
+        # Where a seed names the noise, steps leave the caller's random numbers alone, so that the next text's
+        # seed does not depend on the trees of this one.
+        self.step_generator = torch.Generator(target.device) if self.method.noise else generator
         self.probed = False
         self.tree_step = self.step_key = self.report = None
 
@@ -1126,7 +1130,7 @@ class Decoder:
         self.check(model, input_ids, generation_config, arguments)
         ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
-        self.seed += 1                           # each text has its own
+        self.seed.random_(generator=self.generator)
         max_length = stopping_criteria.max_length or sys.maxsize
         sampling = Sampling(method, logits_processor, ends, max_length, self.seed)
         planner = self.planners[sampling.settings]
@@ -1189,7 +1193,7 @@ class Decoder:
     def steps_after(self, text, sampling, planner):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
         logits = self.target.prefill(text, PROBE_TOKENS)
-        step = TreeStep(NO_TREE, self.models, self.generator)(text, sampling, logits[-1:])
+        step = TreeStep(NO_TREE, self.models, self.step_generator)(text, sampling, logits[-1:])
         yield step
         # Probe only now, so that the first token does not wait for it.
         if not self.probed:
@@ -1224,13 +1228,13 @@ class Decoder:
             # Let go of the old step first, so that its memory can be used again.
             self.tree_step = self.step_key = None
             is_static = self.cuda_graph and not sampling.reads_text
-            self.tree_step = TreeStep(tree, self.models, self.generator, is_static)
+            self.tree_step = TreeStep(tree, self.models, self.step_generator, is_static)
             self.step_key = key
         if tree.depth <= left:
             return self.tree_step
         # A step adds at most one token per level, so the levels behind the end are cut.
         cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
-        return TreeStep(cut, self.models, self.generator)
+        return TreeStep(cut, self.models, self.step_generator)
 
     def probe(self, text, logits):
         """Raises ValueError if the target gets trees wrong: one that masks by slot, or counts positions its
