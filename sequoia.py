@@ -1383,7 +1383,7 @@ def offload(model, device):
 
     for layer in layers:
         layer.register_forward_pre_hook(copy)
-        # Also if an error or Ctrl-C breaks the layer off.
+        # Also if an error breaks the layer off. (After Ctrl-C it stays on the device until its next pass.)
         layer.register_forward_hook(release, always_call=True)
     model._sequoia_offloaded = True
     return model.eval().requires_grad_(False)
