@@ -158,15 +158,15 @@ def draw(weights, u):
 
     The weights' running sums cut the line from 0 to their total into pieces, one for each token. A random
     point on the line, (1 - u) times the total, is never 0, so it never falls into a piece of length 0."""
-    sums = weights.double().cumsum(dim=1)
+    sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, (1 - u) * total), NONE)
 
 def never_ruled_out(q):
-    """A draft's scores, (rows, V), raised to at least -1000. Tokens to which the draft gives probability 0
+    """A draft's scores, (rows, V), with -1000 in place of -inf. Tokens to which the draft gives probability 0
     are then proposed after all others, each as likely as the next (Algorithm 2, lines 12 to 15), because the
     target may want them. A draft that says NaN is useless, but the text can go on."""
-    return q.nan_to_num(nan=-1000).clamp(min=-1000)
+    return q.nan_to_num(nan=-1000, neginf=-1000)
 
 # --- 3  One node and one step, plainly (sections 2.2 and 3.2, Algorithm 2) ----------------------------------
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
@@ -587,12 +587,14 @@ class CachedModel:
     def forward(self, store, tokens, nodes, slots, positions, columns, *masks):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (A trace would keep
         using this store, if it were not given one.)"""
+        slots, visible = slots[nodes], columns.shape[0]
+
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             read = []
             for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
                 layer = store[number, None, : states.shape[1], :, : states.shape[3]]
-                layer.index_copy_(2, slots[nodes], states)
-                read.append(layer[:, :, : columns.shape[0]])
+                layer.index_copy_(2, slots, states)
+                read.append(layer[:, :, :visible])
             return read
 
         # As masks and positions are given, attention asks a cache for nothing but `update`.
@@ -620,7 +622,7 @@ def walk(layout, try_children):
         node, children = path[-1], layout.tree.children[path[-1]]
         rank, R = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
-            return layout.nodes[path], R
+            return torch.tensor(path, device=layout.nodes.device), R
         path.append(children[rank])
 
 class Step(NamedTuple):
@@ -947,8 +949,8 @@ def likeliest_token(scores, random):
 def shared_noise(seed, positions, vocabulary):
     """Gumbel coupling (arXiv 2408.07978): the likeliest token by score plus noise is a sample, and if both
     models get the same noise, their likeliest tokens often agree. A single child is accepted with probability
-    (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. (Algorithm 2 reaches 1 - d, but must not share noise,
-    because its test needs a random number that is independent of the proposal.)
+    (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. Algorithm 2 reaches 1 - d, but it must not share
+    noise, because its test needs a random number that is independent of the proposal.
 
     This noise depends on nothing but a seed, (1,), the position and the token, so a seed names the text,
     whatever the tree and the draft. positions: an int or (rows, 1) -> (V,) or (rows, V). All are hashed to 64
