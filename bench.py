@@ -150,7 +150,7 @@ def draw_by_column(report, name, rows, x, y, styles):
         for i, (column, (colour, line)) in enumerate(styles.items()):
             heights, halves = zip(*(row[column] for row in mine))
             has_bars = np.isfinite(halves).all()
-            # Side by side, because bars at one place would hide each other.
+            # Side by side, as bars at one place would hide each other.
             places = [row[x] * (1.06 ** (i - 1) if has_bars else 1) for row in mine]
             axis.errorbar(places, heights, yerr=halves if has_bars else None, fmt=line, marker="o",
                           markersize=4, elinewidth=1.2, capsize=2, color=colour, label=column)
@@ -298,7 +298,8 @@ def tokens_per_step(mine):
 class Ours:
     """Decoding by sequoia.py. kept: whether one Decoder has all prompts."""
     def __init__(self, models, temperature, tree, method="sequoia", kept=True):
-        self.temperature, self.kept = temperature, kept
+        self.temperature = temperature
+        self.kept = kept
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
         self.warm_up = 128 if tree == "auto" and kept else 16    # a planner first times some trees
@@ -359,10 +360,9 @@ def interleave(contenders, prompts, args, label):
 
 # --- 7  speed: side by side with transformers (section 4.1, Table 1) ----------------------------------------
 # Who takes part in several settings. Assisted generation: the fastest two of eight on the bundled pair.
-# Sequences: how many, and their length.
 ASSISTED = ((5, "constant", 0.4), (2, "heuristic", 0.4))
 ASSISTED_NAMES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))
+SPECINFER = ((1, 3), (2, 4), (4, 4), (5, 8))                     # how many sequences, and their length
 
 def speed(args, report):
     if args.synthetic:
@@ -397,8 +397,7 @@ def contenders_for(pair, temperature, args):
         found["assisted", words] = Theirs(pair.slow, temperature, assistant)
         if pair.packs:
             found["assisted, packed", words] = Theirs(pair.fast, temperature, assistant)
-    # A synthetic text is noise, in which nothing can be looked up.
-    for n in () if args.synthetic else (4, 10):
+    for n in () if args.synthetic else (4, 10):          # a synthetic text is noise, without repetitions
         found["prompt lookup", f"{n} tokens"] = Theirs(pair.slow, temperature, prompt_lookup_num_tokens=n)
     found["one call", args.tree] = Ours(pair.slow, temperature, args.tree, kept=False)
     if pair.packs:
@@ -559,18 +558,18 @@ CHILDREN = (1, 2, 4, 8, 16, 32)
 
 def chances_of(method, p, q, tokens):
     """The chance of each child to be the accepted one, (rows, k), from scores."""
-    if method.wanted is sequoia.token_drawn:
+    draws = method.wanted is sequoia.token_drawn
+    P = (sequoia.distribution if draws else method.wanted)(p, None)
+    if method.verify is sequoia.verify_by_matching:
         # The target draws its token from P, and a child that repeats an older sibling is never the first.
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
-        return torch.where(repeated, 0, p.softmax(dim=1).gather(1, tokens))
-    if method.wanted is sequoia.likeliest_token:
-        return (p.argmax(dim=1, keepdim=True) == tokens).float()
+        return torch.where(repeated, 0, P.gather(1, tokens))
     # In place of random numbers, something that notes the ratios it is compared with, and accepts nothing.
     u = mock.MagicMock(noted=[])
     u.T = u.__getitem__.return_value = u
     u.__iter__.side_effect = lambda: itertools.repeat(u)
     u.__lt__.side_effect = lambda ratio: u.noted.append(ratio) or ratio < 0
-    method.verify(p.softmax(dim=1), q, tokens, u)
+    method.verify(P, q, tokens, u)
     accepted = torch.cat(u.noted, dim=1).nan_to_num(0, posinf=1).clamp(max=1)       # 0 / 0 is NaN
     return accepted * pad((1 - accepted).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
@@ -597,7 +596,8 @@ def verification(args, report):
 
 def rejection_rates(method, temperature, logits):
     """The chance that all of k children are rejected, (texts, ks)."""
-    sampling = sequoia.Sampling(method, [TemperatureLogitsWarper(temperature)])
+    # Rows are not positions of a text, so gumbel's noise is added below.
+    sampling = sequoia.Sampling(method._replace(noise=None), [TemperatureLogitsWarper(temperature)])
     generator = torch.Generator(logits[0][0].device).manual_seed(0)
     rates = np.zeros((len(logits), len(CHILDREN)))
     for i, (target, draft) in enumerate(logits):

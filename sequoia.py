@@ -116,7 +116,7 @@ def chain(length):
     return sequences(1, length)
 
 def sequences(k, length):
-    """The root and `k` separate sequences of `length` tokens, SpecInfer's tree: 5 of 8 have 41 nodes."""
+    """The root and `k` sequences of `length` tokens, SpecInfer's tree: `sequences(5, 8)` has 41 nodes."""
     return Tree([NONE] + [max(0, node - k) for node in range(1, k * length + 1)])
 
 def k_ary(k, depth):
@@ -176,7 +176,7 @@ def never_ruled_out(q):
 #     the target wants P          .5   .3   .2   1
 #     the draft proposes by Q     .2   .7   .1   1
 #     accepted: min(P, Q)         .2   .3   .1   .6     because a child t is accepted with min(P[t] / Q[t], 1)
-#     residual: max(P - Q, 0)     .3   0    .1   .4     which is also the chance of a rejection
+#     residual: max(P - Q, 0)     .3   0    .1   .4     and this sum is the chance of a rejection
 #     together                    .5   .3   .2   1      = P
 #
 # With several children, use induction. Whichever token was rejected, the residual R is the same, so the rest
@@ -275,7 +275,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens (Algorithm 1).
 
     acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, which need
-    not fall; or (levels, ranks), a row for each level of the node, of which deeper levels use the last.
+    not fall; or (levels, ranks), a row for each level of that node, of which deeper levels use the last.
     Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
 
     best[k][n]: the most expected tokens that n nodes add below one node, if its children of rank k and up
@@ -315,6 +315,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     return Tree(parent for parent, _, _ in nodes)
 
 def checked_rates(acceptance_rates):
+    """The rates as an array, (levels, ranks)."""
     rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
     if not (rates.min(initial=0) >= 0 and rates.sum(axis=1).max() < 1 + 1e-6):
         raise ValueError(f"acceptance_rates must be from 0 to 1, on each level at most 1 in sum; got {rates}")
@@ -770,8 +771,8 @@ PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trials start when the steps so far and the tokens still to come add up to this. A shorter text would end
-# before a plan makes up for its trials, so it keeps the first tree, which is decent.
+# Trials start when the steps so far, in all texts, and the tokens that this text can still get add up to
+# this. Otherwise it would end before a plan makes up for them, so it keeps the tree it has, a decent one.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -850,7 +851,8 @@ class Planner:
         while True:
             for tree in trials:
                 while len(self.seconds[tree]) < MIN_TIMINGS:
-                    yield tree if self.steps + self.tokens_left >= WORTH_TRIALS else self.tree
+                    is_worth_it = self.steps + self.tokens_left >= WORTH_TRIALS
+                    yield tree if is_worth_it else self.tree
             rates = self.rates()
             sizes, t, c = self.latency(trials)
             self.tree = plan(rates, sizes, t, c)
@@ -1070,9 +1072,10 @@ class Decoder:
     on_step      is called with each Step; a text's first is the prompt's pass
     cuda_graph   whether a GPU captures the step
 
-    It keeps caches, plan and graph, so its models must not change, and texts come one at a time. Logits
-    processors must be functions of the ids and scores they are given, because they are also called for nodes
-    that are then rejected. `report` is a Report on the last call. Raises ValueError for unfit models."""
+    It keeps caches, plan and graph, so its models must not change (`pack` them before), and texts come one at
+    a time. Logits processors must be functions of the ids and scores they are given, because they are also
+    called for nodes that are then rejected. `report` is a Report on the last call. Raises ValueError for
+    unfit models."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -1260,7 +1263,7 @@ class Decoder:
         target.store.index_copy_(2, slots, kept)
         P = logits.float().softmax(dim=1)
         differences = (again - P).std(dim=1) / P.std(dim=1)
-        # The last and half of all: a mixture of experts may round one token to another expert.
+        # The last one, and the median, because a mixture of experts may round a token to another expert.
         found = torch.maximum(differences[-1], differences.median())
         # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
         # compute their angles in float32.

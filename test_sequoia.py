@@ -416,7 +416,8 @@ def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, de
                 optimal_tree(rates, size, depth)
 
 @pytest.mark.parametrize("rates, size, reason", [
-    ([], 2, "largest has 1$"), ([0.5], 0, "at least 1, got 0"), ([0.5], -1, "at least 1, got -1"), ([0.5, -0.1], 3, "from 0 to 1"),
+    ([], 2, "largest has 1$"), ([0.5], 0, "at least 1, got 0"), ([0.5], -1, "at least 1, got -1"),
+    ([0.5, -0.1], 3, "from 0 to 1"),
     ([0.5, np.nan], 3, "from 0"), ([np.inf], 3, "from 0"), ([[0.6, 0.1], [0.6, 0.4001]], 3, "at most 1")])
 def test_rates_and_sizes_without_a_tree_are_errors_that_say_why(rates, size, reason):
     with pytest.raises(ValueError, match=reason):
@@ -572,7 +573,8 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
     logits = torch.tensor([[3.0, 1.0, 2.9, -math.inf]])
     temperature = transformers.TemperatureLogitsWarper(0.5)
     sampling = Sampling(METHODS["sequoia"], [temperature, processor])
-    assert sampling.processed(None, logits, False).tolist() == [[6.0, RULED_OUT, pytest.approx(5.8), RULED_OUT]]
+    shaped = [6.0, RULED_OUT, pytest.approx(5.8), RULED_OUT]
+    assert sampling.processed(None, logits, False).tolist() == [shaped]
     lowered = [6.0, 2 - sequoia.FAR_BELOW, pytest.approx(5.8), -2000 - sequoia.FAR_BELOW]
     assert sampling.processed(None, logits, True).tolist() == [lowered]
     # Any other processor also rules out a draft's tokens.
@@ -1451,7 +1453,7 @@ def test_a_decoder_kept_over_texts_gives_what_a_fresh_one_gives(llama, form):
 @quick
 @pytest.mark.parametrize("form", FORMS)
 def test_the_drafts_cache_may_be_smaller_than_the_targets(llama, form):
-    """The probe needs more room behind this prompt than a tree does, so only the target's cache is doubled."""
+    """The probe needs more room behind this prompt than a tree does, so only the target's is doubled."""
     with FORMS[form]():
         decoder = Decoder(*llama, (8, 4))
         capacities = set()
