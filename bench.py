@@ -683,7 +683,7 @@ def step(args, report):
             words = [args.tokenizer.decode(max(token, 0)) for token in (*step.node_tokens, step.token)]
             # A close rejection, then an acceptance, between words; and no token that is hard to draw.
             telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
-            drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words)
+            drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words) and len(words[-1]) > 3
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
             if telling and drawable and min(target for target, _ in tried.values()) > 0.05:
                 return show_step(report, step, tried, words, args.tokenizer.decode(text[:length]))
@@ -723,7 +723,7 @@ def show_step(report, step, tried, words, before):
             axis.add_patch(pyplot().Rectangle((x, y - 0.4), 0.5 + 0.4 * (other == "text"), 0.8, color=shade))
     for kind, colour in KINDS.items():
         axis.plot([], [], "s", color=colour, label=kind)
-    for x, title in ((0.8, "the tree"), (7.6, "what both gave it"), (12.5, "the mask (text, then nodes)")):
+    for x, title in ((0.8, "the tree"), (7.6, "its probabilities"), (12.5, "the mask (text, then nodes)")):
         axis.text(x, -1, title, va="center", weight="bold")
     axis.set(xlim=(0.5, 18.4), ylim=(len(paths) - 0.4, -1.4))
     axis.axis("off")
