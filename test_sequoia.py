@@ -443,7 +443,7 @@ BY_RATIOS = [name for name, method in METHODS.items() if method.wanted is sequoi
 @quick
 @pytest.mark.parametrize("name", BY_RATIOS)
 @given(targets_and_drafts())
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_accepted_tokens_and_the_residual_add_up_to_the_target_exactly(name, case):
     """Over all proposals and all outcomes of all tries."""
     P, Q, k = case
@@ -943,8 +943,7 @@ def by_grammar(tables):
         scores[::2, 2:] = RULED_OUT
     return [scores.softmax(dim=1) for scores in shaped]
 
-@quick
-@pytest.mark.parametrize("name", ["sequoia", "specinfer", "spectr", "naive", "topk"])
+@pytest.mark.parametrize("name", some_quick(["sequoia", "specinfer", "spectr", "naive", "topk"], "sequoia"))
 @torch.inference_mode()
 def test_a_steps_text_has_exactly_the_targets_distribution(name):
     """All proposals, all outcomes of all tries, and all last tokens; then the target itself goes on."""
