@@ -1409,7 +1409,7 @@ OPTIONS = {
     "--temperature": (0.6, "0 is greedy, 1 the model's own"),
     "--top-p": (1.0, "keep the likeliest tokens of this probability together"),
     "--top-k": (0, "keep this many likeliest tokens; 0 is all"),
-    "--seed": (0, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
+    "--seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
                   "auto the tree, and so the text, depends on the clock"),
     "--method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "--tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
