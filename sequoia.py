@@ -219,8 +219,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     must be finite (see `never_ruled_out`) and at most 700 below the highest, because probabilities in float64
     end near e^-745; only scores that are all alike may be lower. say, word: see `verify_one_node`.
 
-    No node may have more children than there are tokens. Greedy decoding is the limit of
-    scores that are divided by a temperature towards 0."""
+    No node may have more children than there are tokens. Greedy decoding is the limit of scores that are
+    divided by a temperature towards 0."""
     # 1. Random numbers: for each level a row of noise to propose children by, which its nodes can share,
     # because only one of them is ever reached; and for each node's children numbers to accept or reject by.
     random = partial(uniform, generator=generator, device=text.device)
@@ -393,7 +393,7 @@ class Sampling:
     def __init__(self, method, processors, ends=(), max_length=sys.maxsize, seed=None):
         if method.noise:
             # Both models and the next steps ask for the noise of the same few positions.
-            noise = lru_cache(2 * MAX_LEVELS)(partial(method.noise, seed))
+            noise = lru_cache(64)(partial(method.noise, seed))
             processors = [*processors, lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])]
         self.method = method
         self.processors = processors
@@ -1144,13 +1144,13 @@ class Decoder:
         text = input_ids[0].to(model.device).long()
         steps = []
 
-        def tokens():
-            for step in self.steps_after(text, sampling, planner):
+        def tokens_after(prompt):
+            for step in self.steps_after(prompt, sampling, planner):
                 self.on_step(step)
                 steps.append(step)
                 yield from step.tokens
 
-        for token in tokens():
+        for token in tokens_after(text):
             if token == NONE:
                 raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
                                  "out every token")
