@@ -12,24 +12,25 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
 (NeurIPS 2024, arXiv 2402.12374):
 
     paper        here                      what it is, and where the paper defines it
-    T            Tree, tree                a token tree; its root is the text's last token (section 3.1)
+    T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
     P[k], p_k    acceptance_rates[k - 1]   an accepted node's k-th child is accepted so often (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
-    log P, Q     scores, q                 log-probabilities up to a constant; -inf means impossible
+    log P, Q     scores, log_Q             log-probabilities up to a constant; -inf means impossible
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
-    t(n), c      t, c                      seconds: a step without draft passes; a draft pass (section 4.1)
+    t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each needs only those before it. If you change a section, this must stay
-true, and test_sequoia.py fails if it does not:
+Sections 1 to 7 are the method, and each calls only those before it. If you change a section, come back to
+its line here, because this must stay true, and test_sequoia.py fails if it does not:
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
     4 best trees            no other tree of that size and depth has more expected tokens
-    5 many nodes            the numbers of `verify_one_node`, row by row, up to the scale of R
+    5 many nodes            does for many nodes what `verify_one_node` does for one
     6 a step                a node's logits depend on its path alone; moved entries equal a fresh pass's; a
                             step adds what `step_plainly` adds from the same numbers, also as a CUDA graph
     7 the planner           on simulated machines, even noisy ones, its tree comes near the fastest
+    8 other methods         the token follows the target's distribution, too
     9 behind `generate`     the same text up to rounding (sampled, the same distribution), or an error
     10 faster passes        offloaded: the same numbers; packed: up to rounding; traced: exactly as packed
 
@@ -52,7 +53,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "chain", "expected_tokens",
@@ -63,8 +63,8 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
 # have one element more than the tree has nodes.
 NONE = -1
 
-# --- 1  Token trees (section 3.1) ---------------------------------------------------------------------------
-@dataclass(unsafe_hash=True)
+# --- 1  Token trees (paper 3.1) ---------------------------------------------------------------------------
+@dataclass(unsafe_hash=True)         # a tree is never changed
 class Tree:
     """The shape of a token tree: for each node, the index of its parent.
 
@@ -92,6 +92,7 @@ class Tree:
         self.paths = [[0]]
         self.children = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
+            # In level order parents never fall.
             if not max(0, self.parents[node - 1]) <= parent < node:
                 raise ValueError(f"not in level order: node {node} has the parent {parent}")
             self.mask[node] |= self.mask[parent]
@@ -116,17 +117,21 @@ def chain(length):
     return sequences(1, length)
 
 def sequences(k, length):
-    """The root and `k` sequences of `length` tokens, SpecInfer's tree: `sequences(5, 8)` has 41 nodes."""
+    """The root and `k` sequences of `length` tokens, SpecInfer's tree: `sequences(2, 2)` is
+    Tree([-1, 0, 0, 1, 2])."""
     return Tree([NONE] + [max(0, node - k) for node in range(1, k * length + 1)])
 
 def k_ary(k, depth):
-    """The full tree of `depth` levels: every node above the last level has `k` children."""
+    """The full tree of `depth` levels, where every node above the last one has `k` children: `k_ary(2, 3)` is
+    Tree([-1, 0, 0, 1, 1, 2, 2])."""
     return Tree([NONE] + [(node - 1) // k for node in range(1, sum(k**level for level in range(depth)))])
 
-# --- 2  Sampling (section 3.2, Algorithm 2 line 5) ----------------------------------------------------------
+# --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -math.inf
+# What a draft calls impossible is possible for Algorithm 2, but proposed after all other tokens.
+UNLIKELY = -1000
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -141,7 +146,8 @@ def gumbel_noise(u):
     is drawn in the same way from the other tokens. In logarithms the earliest have the largest
     log p_i - log E_i. The 53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, but the largest
     u in float32 is still 6e-8 away from 1."""
-    return -(-u.log()).float().log()
+    E = -u.log()
+    return -E.float().log()
 
 def most_likely(scores, k):
     """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k). Where fewer are possible
@@ -156,19 +162,20 @@ def draw(weights, u):
     """Draws tokens independently, with replacement: weights, (rows, V), not negative, and uniform random
     numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
 
-    The weights' running sums cut the line from 0 to their total into pieces, one for each token. A random
-    point on the line, (1 - u) times the total, is never 0, so it never falls into a piece of length 0."""
+    The weights' running sums cut the line from 0 to their total into pieces, one for each token, which ends
+    with its upper end. A random point on the line, (1 - u) times the total, is never 0, so it never falls
+    into a piece of length 0."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, (1 - u) * total), NONE)
 
-def never_ruled_out(q):
-    """A draft's scores, (rows, V), with -1000 in place of -inf. Tokens to which the draft gives probability 0
-    are then proposed after all others, each as likely as the next (Algorithm 2, lines 12 to 15), because the
-    target may want them. A draft that says NaN is useless, but the text can go on."""
-    return q.nan_to_num(nan=-1000, neginf=-1000)
+def never_ruled_out(log_Q):
+    """A draft's scores, (rows, V), with UNLIKELY in place of -inf. Tokens to which the draft gives
+    probability 0 are then proposed after all others, and all are equally likely (Algorithm 2, lines 12 to
+    15), because the target may want them. A draft that says NaN is useless, but the text can go on."""
+    return log_Q.nan_to_num(nan=UNLIKELY, neginf=UNLIKELY)
 
-# --- 3  One node and one step, plainly (sections 2.2 and 3.2, Algorithm 2) ----------------------------------
+# --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) ----------------------------------
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
 # and a vocabulary of three tokens:
 #
@@ -179,9 +186,10 @@ def never_ruled_out(q):
 #     residual: max(P - Q, 0)     .3   0    .1   .4     and this sum is the chance of a rejection
 #     together                    .5   .3   .2   1      = P
 #
-# With several children, use induction. Whichever token was rejected, the residual R is the same, so the rest
-# must produce R, and the next child comes from D, the draft without the rejected token. That is the same task
-# with one child less; once no child is left, the token is drawn from R itself.
+# With several children, use induction. Whichever token was rejected, the residual R is the same, so the other
+# children must produce R. The next one comes from D, the draft without the rejected token. That is the same
+# task with one child less, where R takes the place of P, and D that of Q. Once no child is left, the token is
+# drawn from R itself.
 #
 # Sequoia is robust because no token is tried twice: if the k children are all the tokens that the target can
 # want, one of them is always accepted (the cover property, Theorem 3.7). A rejected token had R < D, so the
@@ -191,9 +199,8 @@ def never_ruled_out(q):
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
 
-    Returns the accepted child's rank and R; or NONE and the residual R, (V,), from which the token is then to
-    be drawn. Once all tokens that the draft can give are rejected, D is uniform over the others. say: called
-    with a line of text for each child that is tried, where word(token) names it."""
+    Returns the accepted child's rank; or NONE, and the residual R, (V,), from which the token is then to be
+    drawn. say: called with a line of text for each child that is tried, where word(token) names it."""
     R, D = P, Q
     for rank, s in enumerate(tokens):
         ratio = R[s] / D[s]
@@ -201,12 +208,12 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
         say(f"{word(s)}: R {R[s]:.2f} / D {D[s]:.2f} = {ratio:.2f}, u {u[rank]:.2f}: "
             f"{'accepted' if accepted else 'rejected'}")
         if accepted:
-            return rank, R
+            return rank, None
         R = (R - D).clamp(min=0)
         R = R / R.sum()
         D = D.index_fill(0, s, 0)
         if D.sum() == 0:
-            # Lines 12 to 15: nothing is left of the draft, so every token not tried yet is as likely.
+            # Lines 12 to 15: nothing is left of the draft, so all tokens not tried yet are equally likely.
             D = torch.ones_like(D).index_fill(0, tokens[: rank + 1], 0)
         D = D / D.sum()
     return NONE, R
@@ -216,24 +223,24 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`) and at most 700 below the highest, because probabilities in float64
-    end near e^-745; only scores that are all alike may be lower. say, word: see `verify_one_node`.
+    must be finite (see `never_ruled_out`). Those that are 700 or more below the highest count as probability
+    0, because float64 ends near e^-745, so they must be equal. say, word: see `verify_one_node`.
 
-    No node may have more children than there are tokens. Greedy decoding is the limit of scores that are
-    divided by a temperature towards 0."""
+    No node may have more children than there are tokens. Greedy decoding is the limit of a temperature, by
+    which all scores are divided, that goes to 0."""
     # 1. Random numbers: for each level a row of noise to propose children by, which its nodes can share,
     # because only one of them is ever reached; and for each node's children numbers to accept or reject by.
-    random = partial(uniform, generator=generator, device=text.device)
+    rand = partial(uniform, generator=generator, device=text.device)
     vocabulary = len(draft(text))                   # a pass just to learn this, and to keep the rest simple
-    noise = [gumbel_noise(random(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
-    u = random(tree.size, max(map(len, tree.children)))
+    noise = [gumbel_noise(rand(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
+    u = rand(tree.size, max(map(len, tree.children)))
     # 2. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
-    q = {}
+    log_Q = {}
     for node, children in enumerate(tree.children):
         if children:
-            q[node] = draft(texts[node]).double()
-            proposed = most_likely(q[node][None] + noise[tree.depths[node]], len(children))
+            log_Q[node] = draft(texts[node]).double()
+            proposed = most_likely(log_Q[node][None] + noise[tree.depths[node]], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed.T]
     say(tree.drawing([word(node_text[-1]) for node_text in texts]))
     # 3. The target scores every node's text. (Section 6 does this in one pass.)
@@ -243,17 +250,17 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     R = scores[node].softmax(dim=0)
     while children := tree.children[node]:
         tokens = torch.stack([texts[child][-1] for child in children])
-        rank, R = verify_one_node(R, q[node].softmax(dim=0), tokens, u[node], say, word)
+        rank, R = verify_one_node(R, log_Q[node].softmax(dim=0), tokens, u[node], say, word)
         if rank == NONE:
             break
         node = children[rank]
         R = scores[node].softmax(dim=0)
     # 5. One more token is drawn from what rejections have left of the target.
-    last = draw(R[None], random(1, 1))[0]
+    last = draw(R[None], rand(1, 1))[0]
     say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
     return torch.cat([texts[node][len(text) :], last])
 
-# --- 4  The best tree (section 3.1, Algorithm 1) ------------------------------------------------------------
+# --- 4  The best tree (paper 3.1, Algorithm 1) ------------------------------------------------------------
 def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). acceptance_rates: see
     `optimal_tree`.
@@ -283,23 +290,25 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
-    where `below` is best[0] one level further down. It is 0 for no nodes, and -inf if they have no place."""
+    where `below` is best[0] one level further down. best[k][0] is 0, and best[k][n] is -inf if n nodes have
+    no place there."""
     rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     if min(size, depth) < 1:
         raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     n = np.arange(size)[:, None]
-    m = np.arange(1, size + 1)
+    m = np.arange(1, size)
     # Where no child is left, and so on the last level, no node has a place.
     best = no_child = np.where(n[:, 0] == 0, 0.0, -np.inf)                                  # (n,)
-    shares = []                                                 # by level and rank: the best m for each n
+    shares = {}                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
         below, best = best, no_child
-        shares.insert(0, [])
-        for rate in rates[min(level, len(rates) - 1), ::-1]:
-            value = np.where(m <= n, rate * (1 + below[m - 1]) + best[n - m], -np.inf)      # (n, m)
+        row = rates[min(level, len(rates) - 1)]
+        for rank in reversed(range(len(row))):
+            # On the right `best` still is best[rank + 1]. Where m > n, its index makes no sense.
+            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + best[n - m], -np.inf)     # (n, m)
             best = np.maximum(no_child, value.max(axis=1))
-            shares[0].insert(0, 1 + value.argmax(axis=1))
+            shares[level, rank] = 1 + value.argmax(axis=1)
     if best[size - 1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(best).sum()}")
@@ -308,7 +317,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     for node, (_, level, left) in enumerate(nodes):
         rank = 0
         while left > 0:
-            share = shares[level][rank][left]
+            share = shares[level, rank][left]
             nodes.append((node, level + 1, share - 1))
             left -= share
             rank += 1
@@ -326,18 +335,18 @@ def checked_rates(acceptance_rates):
 # logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
-# The score of a token that was tried, below all others that are possible. It is finite, because if none is
-# left the softmax of a row of -inf would be NaN.
+# The score of a token that was tried, below all others that are possible. It is finite, so that a row whose
+# tokens were all tried has a softmax, too.
 TRIED = torch.finfo(torch.float32).min
 
-def propose_different(q, k, random, rows):
-    """Draws k different children in each row. random: `uniform` with a generator. rows: how many rows of
-    random numbers to draw by, one for each row of q or 1 for all."""
-    return most_likely(q + gumbel_noise(random(rows, q.shape[1])), k)
+def propose_different(log_Q, k, rand, rows):
+    """Draws k different children in each row. rand: `uniform` with a generator. rows: how many rows of random
+    numbers to draw by, one for each row of log_Q or 1 for all."""
+    return most_likely(log_Q + gumbel_noise(rand(rows, log_Q.shape[1])), k)
 
-def verify_nodes(P, q, tokens, u, replacement=False):
+def verify_nodes(P, log_Q, tokens, u, replacement=False):
     """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and where no child is accepted the
-    rank is k. Returns the ranks, (rows,), and weights, (rows, V), from which such rows then draw their token.
+    rank is k. Returns the ranks, (rows,), and weights, (rows, V), from which a row of rank k draws its token.
 
     replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
@@ -345,25 +354,25 @@ def verify_nodes(P, q, tokens, u, replacement=False):
     for s, u_of_rank in zip(tokens.T[:, :, None], u.T[:, :, None]):                     # (rows, 1) each
         exists = s != NONE
         s = s.clamp(min=0)
-        # The softmax normalises what is left of the draft, and instead of dividing R by its sum we multiply D
-        # by it. A missing child takes nothing from R.
-        D = q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
+        # The softmax normalises what is left of the draft. Instead of dividing R by its sum we multiply D by
+        # it, which leaves R / D as it is. A missing child takes nothing from R.
+        D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted.append(exists & (u_of_rank < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
             break                               # a single row needs no more
         R = (R - D).clamp(min=0)
         if not replacement:
-            q = q.scatter(1, s, TRIED)
+            log_Q = log_Q.scatter(1, s, TRIED)
     return outcome(accepted, R, P)
 
 def outcome(accepted, R, P):
-    """What `verify_nodes` returns. accepted: the answers, side by side in rank order, (rows, ...) each."""
+    """What `verify_nodes` returns. accepted: the children's answers, columns to be put side by side."""
     # `max` finds the first that is true, and the column appended here, of rank k, always is.
     rank = torch.cat([*accepted, torch.ones_like(P[:, :1], dtype=torch.bool)], dim=1).max(dim=1).indices
-    # If rounding leaves nothing of R, the token is drawn from P. Otherwise 1e-20 of P changes nothing.
+    # If rounding leaves nothing of R, the token is drawn from P. Beside anything else 1e-20 of P is nothing.
     return rank, torch.add(R, P, alpha=1e-20)
 
-def distribution(scores, random):
+def distribution(scores, rand):
     return scores.softmax(dim=1)
 
 class Method(NamedTuple):
@@ -377,22 +386,24 @@ SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. (It stays
-# lossless, as the same scores propose and verify.) But what a truncating processor rules out of a draft is
-# only lowered by FAR_BELOW, because the target may keep it.
+# lossless, as the same scores propose and verify.)
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# What these rule out of a draft is only lowered by this much, because the target may keep it.
 FAR_BELOW = 100
 # These never look at the text. Any other processor might, so it is called node by node, each time with the
 # node's own text, which is slower and cannot be captured as a CUDA graph.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
-    """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). They are not asked about a text that has ended, by a token of `ends` or by its length.
-    seed: of the method's noise, (1,)."""
+    """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
+    length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows.
+
+    ends, max_length: tokens and the length that end a text. seed: of the method's noise, (1,)."""
 
     def __init__(self, method, processors, ends=(), max_length=sys.maxsize, seed=None):
         if method.noise:
-            # Both models and the next steps ask for the noise of the same few positions.
+            # Noise that depends on the position is one more processor that reads the text. Both models and
+            # the next steps ask for that of the same few positions.
             noise = lru_cache(64)(partial(method.noise, seed))
             processors = [*processors, lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])]
         self.method = method
@@ -400,7 +411,8 @@ class Sampling:
         self.ends = {NONE, *ends}
         self.max_length = max_length
         self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
-        # Calls with equal settings may share a plan and a captured graph.
+        # Calls with equal settings share a plan and a captured graph. (Those that read the text are never
+        # captured, so that it is enough that a plan fits them roughly.)
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.settings = method, self.reads_text, *blind
@@ -414,7 +426,7 @@ class Sampling:
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
             ids = torch.cat([text, path])
-            # Behind an end or a missing child scores are not used, and a grammar would not know what to say.
+            # Behind an end or a missing child scores are not used, and a grammar would not know an answer.
             if len(ids) < self.max_length and not self.ends.intersection(path.tolist()):
                 row = self.processed(ids[None], row, is_draft)
             rows.append(row)
@@ -454,11 +466,13 @@ class Sampling:
 # which its key was rotated. The next root then gets the slot base + 2.
 #
 # Previous, the token before the root, is there for the draft. The draft is never fed a leaf, because a leaf
-# proposes nothing. If the last path ended in a leaf, that is previous now, and the draft's cache lacks it. So
-# every step feeds the draft previous again, together with the root; an entry that is there is written anew.
+# proposes nothing. So if the last accepted node was a leaf, the draft's cache lacks its entry, and that node
+# is previous now. Every step therefore feeds the draft previous again, together with the root; at worst that
+# writes the same entry twice.
 
 class Level(NamedTuple):
-    """One draft pass. On the right what it holds for the tree above, where previous has the number 4."""
+    """One draft pass. On the right what it holds for the tree above, where previous has the number 4, the
+    tree's size."""
     parents: Tensor          # the nodes with children on this level           [0]         [1]
     fed: Tensor              # the draft is fed these, first also previous     [4, 0]      [1]
     children: Tensor         # of each parent, padded with NONE                [[1, 2]]    [[3]]
@@ -479,22 +493,23 @@ class Layout:
         levels       a `Level` for each draft pass"""
 
     def __init__(self, tree, device):
-        def rows(lists):
-            lists = [torch.tensor(row, dtype=torch.long) for row in lists]
-            return pad_sequence(lists, batch_first=True, padding_value=NONE).to(device)
+        ids = partial(torch.tensor, dtype=torch.long, device=device)
+
+        def padded(rows):
+            return ids([[*row, *[NONE] * (max(map(len, rows)) - len(row))] for row in rows])
 
         self.tree = tree
         size = tree.size
         self.nodes = torch.arange(size, device=device)
-        self.offsets, self.depths = rows([[*range(size), -1], [*tree.depths, -1]])
+        self.offsets = ids([*range(size), -1])
+        self.depths = ids([*tree.depths, -1])
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)
-        self.children = rows([[*children, NONE] for children in tree.children])
+        self.children = padded([[*children, NONE] for children in tree.children])
         self.levels = []
-        for depth in range(tree.depth - 1):
-            parents = [node for node in range(size) if tree.depths[node] == depth and tree.children[node]]
-            fed = parents if depth else [size, 0]
-            children = rows([tree.children[node] for node in parents])
-            self.levels.append(Level(rows([parents])[0], rows([fed])[0], children))
+        for level in range(tree.depth - 1):
+            parents = [node for node in range(size) if tree.depths[node] == level and tree.children[node]]
+            children = padded([tree.children[node] for node in parents])
+            self.levels.append(Level(ids(parents), ids(parents if level else [size, 0]), children))
 
     def place(self, base, visible):
         """The tree with its root in slot `base`, (1,), where the first `visible` slots are read."""
@@ -503,10 +518,11 @@ class Layout:
 
 def context_of(config):
     """The most tokens that a model can be fed."""
-    trained = context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    given = getattr(config, "rope_parameters", None) or {}
+    trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    context = trained
+    rope = getattr(config, "rope_parameters", None) or {}
     # One dictionary for all layers, or one of them for each kind of layer.
-    for rope in [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]:
+    for rope in (rope, *[kind for kind in rope.values() if isinstance(kind, Mapping)]):
         original = rope.get("original_max_position_embeddings", trained)
         if rope.get("rope_type") == "longrope":
             # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
@@ -518,12 +534,13 @@ def context_of(config):
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
 
-    store: each layer's keys, then its values, padded to one shape so that one operation can move them all,
-    (2 * layers, most heads, capacity, largest width)."""
+    store: the first layer's keys, its values, the second layer's keys, and so on, padded to one shape so that
+    one operation can move them all, (2 * layers, most heads, capacity, largest width)."""
 
     def __init__(self, model):
         self.model = model
-        self.run = getattr(model, "_sequoia_pass", self.forward)         # a trace, see `pack` in section 10
+        # `pack` in section 10 leaves a faster form of `forward` with the model.
+        self.run = getattr(model, "_sequoia_pass", self.forward)
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None) or sys.maxsize
         # A model whose layers are all alike may name no kind.
@@ -534,7 +551,8 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens):
-        """Makes room for this many tokens, and keeps those that are there. Returns the capacity."""
+        """Makes room for this many tokens, also before the first text, and keeps those that are there.
+        Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         if tokens > self.store.shape[2]:
             capacity = max(256, 1 << (tokens - 1).bit_length())
@@ -543,6 +561,7 @@ class CachedModel:
 
     def prefill(self, text, last=1):
         """Feeds a text, (length,), in an ordinary pass. The logits after its last tokens, (last, V)."""
+        # Made without the model's configuration it keeps all entries, also of layers with a window.
         cache = transformers.DynamicCache()
         # Not every model's code can leave out logits, so at the end they are cut off again.
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
@@ -566,16 +585,16 @@ class CachedModel:
 
     def masks_from_base(self, layout):
         """What nodes see, as masks that fit any step, because it depends on a slot's distance from `base`
-        alone: for each kind of layer (size + 1, 2 * capacity), where column capacity + i is slot base + i.
-        From these a pass cuts out the columns of the slots that it reads."""
+        alone: for each kind of layer (size + 1, 2 * capacity), where column i is slot base + i. As ever, -1
+        is the last column, so the slots before base are at the end."""
         capacity, size = self.store.shape[2], layout.tree.size
-        offsets = torch.arange(-capacity, capacity, device=layout.mask.device)
+        offsets = torch.arange(-capacity, capacity, device=layout.mask.device).roll(capacity)
         # Every node sees the text, and in the tree its ancestors and itself.
         seen = (offsets < 0).repeat(size + 1, 1)
-        seen[:, capacity : capacity + size] = layout.mask
+        seen[:, :size] = layout.mask
         # A window counts positions. In the text these are the slots, and free slots are not seen.
         positions = offsets.clone()
-        positions[capacity : capacity + size] = layout.depths[:-1]
+        positions[:size] = layout.depths[:-1]
         distance = layout.depths[:, None] - positions
         return [torch.where(seen & (distance < window), 0.0, RULED_OUT).to(self.store)
                 for window in self.windows.values()]
@@ -586,22 +605,23 @@ class CachedModel:
         return self.run(self.store, tokens, nodes, *place, *masks)
 
     def forward(self, store, tokens, nodes, slots, positions, columns, *masks):
-        """The pass of `logits` as a function of tensors alone, so that it can be traced. (A trace would keep
-        using this store, if it were not given one.)"""
-        slots, visible = slots[nodes], columns.shape[0]
+        """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
+        them, because a trace would keep using the store that it has seen.)"""
+        written, visible = slots[nodes], columns.shape[0]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
+            # Attention gives a cache the new keys and values, and gets all that it reads.
             read = []
-            for number, states in enumerate((key_states, value_states), start=2 * layer_idx):
-                layer = store[number, None, : states.shape[1], :, : states.shape[3]]
-                layer.index_copy_(2, slots, states)
+            for row, states in enumerate((key_states, value_states), start=2 * layer_idx):
+                layer = store[row, None, : states.shape[1], :, : states.shape[3]]
+                layer.index_copy_(2, written, states)
                 read.append(layer[:, :, :visible])
             return read
 
-        # As masks and positions are given, attention asks a cache for nothing but `update`.
+        # As masks and positions are given, a model asks its cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        masks = [mask[nodes[:, None], columns + mask.shape[1] // 2][None, None] for mask in masks]
+        masks = [mask[nodes[:, None], columns][None, None] for mask in masks]
         # A missing child has no id. Past the end of a draft's context all nodes share its last position, and
         # it may guess badly there.
         return self.model(
@@ -611,19 +631,21 @@ class CachedModel:
             past_key_values=cache, use_cache=True).logits[0]
 
     def move(self, path, slots):
-        """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers."""
+        """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers. (If a path
+        repeats its last node, the copies land in free slots.)"""
         self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
 
 def walk(layout, try_children):
     """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
-    draw the token after them, (1, V). try_children: from nodes and their children to ranks and weights, as
-    `verify_nodes` returns them."""
+    draw the token after them, (1, V). try_children: from a slice of the nodes and their children to ranks and
+    weights, as `verify_nodes` returns them."""
     path = [0]
     while True:
-        node, children = path[-1], layout.tree.children[path[-1]]
-        rank, R = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
+        node = path[-1]
+        children = layout.tree.children[node]
+        rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
-            return torch.tensor(path, device=layout.nodes.device), R
+            return torch.tensor(path, device=layout.nodes.device), weights
         path.append(children[rank])
 
 class Step(NamedTuple):
@@ -650,12 +672,14 @@ class TreeStep:
         self.tree = tree
         self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
         self.generator = generator
-        self.random = partial(uniform, generator=generator, device=models[0].store.device)
+        self.rand = partial(uniform, generator=generator, device=models[0].store.device)
         self.static = static
         self.layout = Layout(tree, models[0].store.device)
         self.masks = [model.masks_from_base(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
-        # The last element is previous, until the draft was fed it, and then NONE, missing children's token.
+        # The nodes' tokens. The last element is previous; once the draft was fed that, it takes the proposals
+        # for the padding of `Level.children`, which is -1; and in the end it is NONE, so that in the padding
+        # of `Layout.children` missing children are found.
         self.tokens = torch.zeros_like(self.layout.offsets)
         self.calls = 0
         self.graph = self.result = None
@@ -671,7 +695,8 @@ class TreeStep:
         self.tokens[-1:] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
-        is_timed = logits is None and self.calls > text.is_cuda + self.static
+        untimed = text.is_cuda + self.static
+        is_timed = logits is None and self.calls > untimed
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
@@ -695,20 +720,20 @@ class TreeStep:
             visible = min(model.store.shape[2] for model in self.models)
         place = layout.place(self.base, visible)
         # 2. The draft grows the tree.
-        q = self.grow_tree(scores_of, place, method.propose)
+        log_Q = self.grow_tree(scores_of, place, method.propose)
         # 3. The target scores it, in one pass.
         if logits is None:
             logits = target.logits(tokens, layout.nodes, place, self.masks[0])          # (size, V)
         # 4. Algorithm 2 walks down from the root.
-        u = self.random(layout.tree.size, layout.children.shape[1] - 1)
+        u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
-        def try_children(nodes, children):
-            P = method.wanted(scores_of(logits[nodes], False, layout.nodes[nodes]), self.random)
-            return method.verify(P, q[nodes], tokens[children], u[nodes, : children.shape[1]])
+        def try_children(parents, children):
+            P = method.wanted(scores_of(logits[parents], False, layout.nodes[parents]), self.rand)
+            return method.verify(P, log_Q[parents], tokens[children], u[parents, : children.shape[1]])
 
-        path, R = (walk_without_branches if self.static else walk)(layout, try_children)
+        path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
         # 5. One more token is drawn.
-        token = draw(R, self.random(1, 1))[:, 0]
+        token = draw(weights, self.rand(1, 1))[:, 0]
         # 6. The accepted nodes' entries move up behind the text.
         for model in self.models:
             model.move(path, place.slots)
@@ -718,18 +743,17 @@ class TreeStep:
         """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
         gives all their children. Returns the draft's scores, (size, V), where a leaf's mean nothing."""
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
-        q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
+        log_Q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
         for parents, fed, children in self.layout.levels:
             logits = draft.logits(tokens, fed, place, self.masks[-1])[-len(parents) :]
             # The draft's vocabulary may be padded to another length. If it is longer, this cuts it.
             if missing := vocabulary - logits.shape[1]:
                 logits = pad(logits, (0, missing), value=RULED_OUT)
-            q[parents] = guesses = scores_of(logits, True, parents)
-            # The padding of `children` is -1, so what is proposed there goes to the last element, which has
-            # been fed. The nodes of a level share a row of random numbers, see `step_plainly`.
-            tokens[children] = propose(guesses, children.shape[1], self.random, rows=1)
+            log_Q[parents] = guesses = scores_of(logits, True, parents)
+            # The nodes of a level share a row of random numbers, see `step_plainly`.
+            tokens[children] = propose(guesses, children.shape[1], self.rand, rows=1)
         tokens[-1].fill_(NONE)
-        return q
+        return log_Q
 
     def capture(self, text, sampling):
         try:
@@ -747,7 +771,7 @@ def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
     rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If for
     example node 1 is accepted and then nothing, it reaches 0, 1, NONE, NONE, and the path is 0, 1, 1, 1."""
-    rank, R = try_children(slice(None), layout.children[:, :-1])
+    rank, weights = try_children(slice(None), layout.children[:, :-1])
     following = layout.children.gather(1, rank[:, None])[:, 0]
     following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
@@ -756,9 +780,9 @@ def walk_without_branches(layout, try_children):
         reached = following[reached]
         # Children have larger numbers than their parents, and NONE is smaller than any.
         path.append(torch.maximum(path[-1], reached))
-    return torch.cat(path), R[path[-1]]
+    return torch.cat(path), weights[path[-1]]
 
-# --- 7  The planner (section 4.1) ---------------------------------------------------------------------------
+# --- 7  The planner (paper 4.1) ---------------------------------------------------------------------------
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
@@ -771,8 +795,8 @@ PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trials start when the steps so far, in all texts, and the tokens that this text can still get add up to
-# this. Otherwise it would end before a plan makes up for them, so it keeps the tree it has, a decent one.
+# Trials cost time, for which a plan must make up before the text ends. So there are none until the steps so
+# far, in all texts, and the tokens that this text can still get add up to this.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -784,20 +808,21 @@ def plan(rates, sizes, t, c):
     likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
     rates = np.asarray(rates)
-    fastest = 0.0
+    best = 0.0
     # The chances of nodes, on the last level and on all levels, the likeliest first.
-    level = chances = np.ones(1)
+    last_level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
-        if tokens_per_second.max() > fastest:
-            fastest = tokens_per_second.max()
+        if tokens_per_second.max() > best:
+            best = tokens_per_second.max()
             size = tokens_per_second.argmax() + 1
-            # Ranks whose rate is below the chance of the tree's least likely node have no node in it.
-            found = rates[rates >= chances[size - 1]], size, depth
-        level = np.sort(np.outer(level, rates), axis=None)[::-1][: sizes[-1]]
-        chances = np.sort(np.append(chances, level))[::-1][: sizes[-1]]
-    return optimal_tree(*found)
+            # Ranks whose rate is below the chance of the tree's least likely node have no node in it, so
+            # leaving them out only saves time.
+            best_tree = partial(optimal_tree, rates[rates >= chances[size - 1]], size, depth)
+        last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
+        chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
+    return best_tree()
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -807,7 +832,7 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or just before a bend of t(n) between two of them.
+    # Or just before a bend of t(n) between two of them, unless that is closer than a sixth.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > planned + max(1, planned // 6) else None
 
@@ -821,56 +846,53 @@ class Planner:
         self.tried, self.accepted = np.zeros((2, len(PRIOR)))
         # For each tree, the seconds of the last steps with it.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
-        self.steps = self.tokens_left = 0
+        self.steps = 0
+        # The tree is kept until there were this many steps.
+        self.keep_until = 0
         self.tree = shape
         if not isinstance(shape, Tree):
             self.tree = optimal_tree(self.rates(), *((8, 4) if shape == "auto" else shape))
-        self.trees = self.fastest() if shape == "auto" else self.best_of_shape()
+        # A decent tree; none; and one of the first one's size that takes seven draft passes instead of three.
+        self.trials = [self.tree, NO_TREE, chain(7)]
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
-        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        self.tokens_left = tokens_left
-        return next(self.trees)
+        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most.
 
-    def best_of_shape(self):
-        """Yields the tree of each step: a given one, or the best of a given shape by the rates so far."""
-        while True:
-            if isinstance(self.shape, tuple):
-                self.tree = optimal_tree(self.rates(), *self.shape)
-            yield from itertools.repeat(self.tree, max(16, self.steps))
+        If the fastest is looked for, a call of this does the next thing of these (A and B are trees):
 
-    def fastest(self):
-        """Yields the tree of each step. It goes
+            time 3 trees | plan A | time 16 nodes | plan B | use B until steps double | time again | plan ..."""
+        if isinstance(self.shape, Tree) or self.steps < self.keep_until:
+            return self.tree
+        if self.shape != "auto":
+            self.tree = optimal_tree(self.rates(), *self.shape)
+            self.keep_until = max(16, 2 * self.steps)
+            return self.tree
+        for tree in self.trials:
+            if len(self.seconds[tree]) < MIN_TIMINGS:
+                # A tree that is cut at the text's end tells nothing about the whole one.
+                is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left
+                return tree if is_worth_it else self.tree
+        rates = self.rates()
+        sizes, t, c = self.latency()
+        self.tree = plan(rates, sizes, t, c)
+        if size := size_to_try(self.tree.size, sizes):
+            self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
+            return self.next_tree(tokens_left)
+        self.keep_until = 2 * self.steps
+        # The first trials lose their oldest times, which may have been slow. Those that are not used until
+        # the next plan are timed once more before it.
+        for tree in self.trials[:3]:
+            self.seconds[tree].popleft()
+        return self.tree
 
-            try 3 trees | plan A | try 16 nodes | plan B | use B until steps double | time again | plan ..."""
-        # A decent tree; none; and one of the first one's size that takes seven draft passes instead of three.
-        # Each of these is timed once more before a new plan. Others are added to them, and not timed again.
-        first = [self.tree, NO_TREE, chain(7)]
-        trials = [*first]
-        # Between two yields the caller runs the step and calls `learn`.
-        while True:
-            for tree in trials:
-                while len(self.seconds[tree]) < MIN_TIMINGS:
-                    is_worth_it = self.steps + self.tokens_left >= WORTH_TRIALS
-                    yield tree if is_worth_it else self.tree
-            rates = self.rates()
-            sizes, t, c = self.latency(trials)
-            self.tree = plan(rates, sizes, t, c)
-            if size := size_to_try(self.tree.size, sizes):
-                trials.append(optimal_tree(rates, size, self.tree.depth + 2))
-            else:
-                yield from itertools.repeat(self.tree, self.steps)
-                # Before the next plan the first trials lose their oldest times, which may have been slow.
-                for tree in first:
-                    self.seconds[tree].popleft()
-
-    def latency(self, trials):
-        """The timed sizes, t(n) for each, and c. The first and the third trial differ in depth alone."""
+    def latency(self):
+        """The timed sizes, t(n) for each, and c."""
         # Noise only adds to a time, so a low quantile comes closest to the time without it.
-        typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in trials}
-        branched, _, straight = trials[:3]
+        typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
+        # These two differ in depth alone, and so, by this choice of c, they have the same t.
+        branched, _, straight = self.trials[:3]
         c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
-        t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in trials}
+        t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c
@@ -879,6 +901,7 @@ class Planner:
         """Learns from a step which of the children that were tried were accepted, and how long it took."""
         self.steps += 1
         for node in (0, *step.path):
+            # A child was tried if all before it were rejected.
             for rank, child in enumerate(step.tree.children[node][: len(PRIOR)]):
                 if step.node_tokens[child] == NONE:
                     break
@@ -886,39 +909,42 @@ class Planner:
                 if child in step.path:
                     self.accepted[rank] += 1
                     break
-        if step.seconds:
+        if step.seconds and step.tree in self.trials:
             self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
-        chance that all before it are rejected. They are made to fall, see `plan`."""
+        chance that it is, because all before it are rejected. They are made to fall, see `plan`."""
         rates = []
-        chance = chance_tried = 1.0
+        if_tried = is_tried = 1.0
         for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
             # A child is hardly accepted more often than its elder, so the guess must not say so, either.
-            elder = chance
-            chance = (accepted + PRIOR_TRIES * min(guess, elder)) / (tried + PRIOR_TRIES)
-            rates.append(chance_tried * chance)
-            chance_tried *= 1 - chance
+            guess = min(guess, if_tried)
+            if_tried = (accepted + PRIOR_TRIES * guess) / (tried + PRIOR_TRIES)
+            rates.append(is_tried * if_tried)
+            is_tried *= 1 - if_tried
         return np.minimum.accumulate(rates)
 
 # --- 8  Other methods ---------------------------------------------------------------------------------------
-def propose_independent(q, k, random, rows):
+def propose_independent(log_Q, k, rand, rows):
     """Draws k independent children in each row, as SpecInfer does."""
-    return draw(q.softmax(dim=1), random(rows, k))
+    return draw(log_Q.softmax(dim=1), rand(rows, k))
 
-def propose_likeliest(q, k, random, rows):
-    return most_likely(q, k)
+def propose_likeliest(log_Q, k, rand, rows):
+    return most_likely(log_Q, k)
 
-def verify_by_spectr(P, q, tokens, u):
+def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
+    If rho is chosen well, all k children together give token t with probability min(P[t], rho Q[t]):
 
-    One try accepts token t with probability min(P[t] / rho, Q[t]); call the sum of these beta. At least one
-    of k tries accepts with probability 1 - (1 - beta)^k. Choose rho so that this equals rho beta. Then t is
-    accepted with probability min(P[t], rho Q[t]), and it still lacks max(P - rho Q, 0), which sums to the
-    chance that all tries fail. So that is the residual. Bisection finds rho: as it grows from 0 to k,
-    1 - (1 - beta)^k falls, while rho beta rises to k beta, which is at least as much by the union bound."""
-    Q = q.softmax(dim=1)
+        one try gives t          with min(P[t] / rho, Q[t]), in sum beta
+        one of k tries succeeds  with 1 - (1 - beta)^k, and then gives t in proportion to the line above
+        rho is chosen            so that this is rho beta, so t is given with min(P[t], rho Q[t])
+        t still lacks            max(P[t] - rho Q[t], 0), in sum 1 - rho beta, the chance that all tries fail
+
+    So that is the residual. Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while
+    rho beta rises to k beta, which is at least as much by the union bound."""
+    Q = log_Q.softmax(dim=1)
     # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).double()                                            # (rows, 1)
@@ -935,17 +961,18 @@ def verify_by_spectr(P, q, tokens, u):
 
 # The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
 # and the child that is this token is accepted, which is lossless however the children were chosen.
-def verify_by_matching(P, q, tokens, u):
+def verify_by_matching(P, log_Q, tokens, u):
+    # Where no child is that token, it is what P gives.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return outcome([accepted], P, P)
 
 def one_hot(tokens, scores):
-    return (torch.arange(scores.shape[1], device=scores.device) == tokens).to(scores)
+    return torch.zeros_like(scores).scatter(1, tokens.clamp(min=0), (tokens != NONE).to(scores))
 
-def token_drawn(scores, random):
-    return one_hot(draw(scores.softmax(dim=1), random(len(scores), 1)), scores)
+def token_drawn(scores, rand):
+    return one_hot(draw(scores.softmax(dim=1), rand(len(scores), 1)), scores)
 
-def likeliest_token(scores, random):
+def likeliest_token(scores, rand):
     return one_hot(most_likely(scores, 1), scores)
 
 def shared_noise(seed, positions, vocabulary):
@@ -981,16 +1008,16 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
-    random = partial(uniform, generator=generator, device=P.device)
+    rand = partial(uniform, generator=generator, device=P.device)
     rows = len(P)
     noise = 0
     if method.noise:
         seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
         noise = method.noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
-    q = never_ruled_out(Q.log()) + noise
-    tokens = method.propose(q, k, random, rows)
-    rank, R = method.verify(method.wanted(P.log() + noise, random), q, tokens, random(rows, k))
-    tokens = torch.cat([tokens, draw(R, random(rows, 1))], dim=1)
+    log_Q = never_ruled_out(Q.log()) + noise
+    tokens = method.propose(log_Q, k, rand, rows)
+    rank, R = method.verify(method.wanted(P.log() + noise, rand), log_Q, tokens, rand(rows, k))
+    tokens = torch.cat([tokens, draw(R, rand(rows, 1))], dim=1)
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
@@ -1004,7 +1031,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #                         TreeStep.__call__                    section 6
 
 def check_fit(model):
-    """Raises ValueError for a kind of model that cannot be fed trees. `Decoder.probe` finds out more."""
+    """Raises ValueError for a kind of model that cannot be fed trees. `probe` finds out more."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
@@ -1023,12 +1050,69 @@ def check_fit(model):
         if holds:
             raise ValueError(f"{name} cannot verify a tree: {reason}")
 
+PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
+
+def probe(target, text, logits):
+    """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
+    own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
+    last tokens. These are scored again, in a tree beside decoys, and must have the distributions of the
+    prompt's pass, up to rounding. If they are a, b, c, the nodes from 0 to 5 are these:
+
+        a0─┬─a1───b3───c5        the decoys
+           └─b2───c4             with the root the prompt's own tokens"""
+    count = len(logits)
+    layout = Layout(Tree([NONE] + [max(0, node - 2) for node in range(1, 2 * count)]), text.device)
+    target.reserve(len(text) + count)
+    base = layout.nodes[:1] + len(text) - count
+    place = layout.place(base, len(text) + count)
+    slots = place.slots[:-1]                                # a short prompt has no previous
+    kept = target.store.index_select(2, slots)
+    twice = text[-count:].repeat_interleave(2)
+    again = target.logits(twice, layout.nodes, place, target.masks_from_base(layout))
+    # The prompt's entries return, because those of another pass are rounded in another way.
+    target.store.index_copy_(2, slots, kept)
+    P, Q = logits.float().softmax(dim=1), again[::2].float().softmax(dim=1)
+    differences = (Q - P).std(dim=1) / P.std(dim=1)
+    # The last one, and the median, because a mixture of experts may round a token to another expert.
+    difference = torch.maximum(differences[-1], differences.median())
+    # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
+    # compute their angles in float32.
+    if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
+        raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the same "
+                         f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
+                         f"than rounding explains; in float32 rounding is smallest")
+
 # The model's arguments that `generate` hands over itself. Any other one might change the text.
 FROM_GENERATE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids",
                  "use_cache")
 # Output that is not made here.
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
+
+def check_call(target, ids, config, arguments):
+    """Raises ValueError for a call that might not give the text of `generate`."""
+    length, context, vocabulary = ids.shape[1], target.context, target.vocabulary
+    mode = config.get_generation_mode()
+    refused = {
+        mode: mode not in ("greedy_search", "sample", "assisted_generation"),
+        "guidance_scale": (config.guidance_scale or 1) != 1,
+        "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
+        "torch.autocast": torch.is_autocast_enabled(ids.device.type),
+        "several texts": len(ids) > 1,
+        "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
+        f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
+        f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
+    refused |= {name: getattr(config, name, None) for name in OUTPUTS}
+    # An argument that is not given arrives as None, or as an empty dictionary.
+    given = {name: value for name, value in arguments.items() if value is not None and value != {}}
+    refused |= {name: name not in FROM_GENERATE for name in given}
+    # These may be given if they say what holds without them.
+    positions = torch.arange(length, device=ids.device)
+    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
+    refused |= {f"{name} like these": given[name].shape[-1] != length or (given[name] != value).any()
+                for name, value in usual.items() if name in given}
+    reasons = [reason for reason, holds in refused.items() if holds]
+    if reasons:
+        raise ValueError(f"not supported: {', '.join(reasons)}")
 
 def tree_shape(tree):
     """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
@@ -1105,8 +1189,8 @@ class Decoder:
         is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.seed = torch.zeros(1, dtype=torch.long, device=target.device)
-        # Where a seed names the noise, steps leave the caller's random numbers alone, so that the next text's
-        # seed does not depend on the trees of this one.
+        # Where a seed names the noise, a text takes that seed alone from the caller's generator, so that the
+        # next text's does not depend on this one's trees.
         self.step_generator = torch.Generator(target.device) if self.method.noise else generator
         self.probed = False
         self.tree_step = self.step_key = self.report = None
@@ -1132,7 +1216,9 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
-        self.check(model, input_ids, generation_config, arguments)
+        if model is not self.target.model:
+            raise ValueError("this Decoder was made for another target")
+        check_call(self.target, input_ids, generation_config, arguments)
         ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
         self.seed.random_(generator=self.generator)
@@ -1142,12 +1228,13 @@ class Decoder:
         stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
         stream(input_ids)
         text = input_ids[0].to(model.device).long()
-        steps = []
+        steps = 0
 
         def tokens_after(prompt):
+            nonlocal steps
             for step in self.steps_after(prompt, sampling, planner):
                 self.on_step(step)
-                steps.append(step)
+                steps += 1
                 yield from step.tokens
 
         for token in tokens_after(text):
@@ -1162,37 +1249,10 @@ class Decoder:
         if streamer is not None:
             streamer.end()
         seconds = time.perf_counter() - begun
-        self.report = Report(len(text) - input_ids.shape[1], len(steps), seconds, planner.tree)
+        self.report = Report(len(text) - input_ids.shape[1], steps, seconds, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
         return text[None]
-
-    def check(self, model, ids, config, arguments):
-        """Raises ValueError for a call that might not give the text of `generate`."""
-        length, context, vocabulary = ids.shape[1], self.target.context, self.target.vocabulary
-        positions = torch.arange(length, device=ids.device)
-        usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
-        mode = config.get_generation_mode()
-        found = {
-            mode: mode not in ("greedy_search", "sample", "assisted_generation"),
-            "guidance_scale": (config.guidance_scale or 1) != 1,
-            "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
-            "torch.autocast": torch.is_autocast_enabled(ids.device.type),
-            "another target than the Decoder's": model is not self.target.model,
-            "several texts": len(ids) > 1,
-            "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
-            f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
-            f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
-        found |= {name: getattr(config, name, None) for name in OUTPUTS}
-        for name, value in arguments.items():
-            # An argument that is not given arrives as None, or as an empty dictionary.
-            if value is not None and value != {}:
-                found[name] = name not in FROM_GENERATE
-                if name in usual:
-                    found[f"{name} like these"] = value.shape[-1] != length or (value != usual[name]).any()
-        refused = [name for name, is_so in found.items() if is_so]
-        if refused:
-            raise ValueError(f"not supported: {', '.join(refused)}")
 
     @torch.inference_mode()
     def steps_after(self, text, sampling, planner):
@@ -1202,24 +1262,27 @@ class Decoder:
         yield step
         # Probe only now, so that the first token does not wait for it.
         if not self.probed:
-            self.probe(text, logits)
-        draft_is_fed = False
+            probe(self.target, text, logits)
+            # A shorter prompt tells too little, so the next one is probed, too.
+            self.probed = len(logits) == PROBE_TOKENS
+        draft_is_current = False
         while True:
             text = torch.cat([text, text.new_tensor(step.tokens)])
             left = min(sampling.max_length, self.target.context + 1) - len(text)
+            # At max_length the caller has stopped, so this is the end of the context.
             if left <= 0:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
             tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
             tree_step = self.step_for(tree, len(text), left, sampling)
-            # A step without a tree does not feed the draft, so the next one with a tree feeds it everything.
+            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             has_draft = len(tree_step.models) > 1
-            if has_draft and not draft_is_fed:
+            if has_draft and not draft_is_current:
                 self.draft.prefill(text[:-1])
                 # Reading a value waits for the GPU, so that the step alone is timed.
                 text.tolist()
-            draft_is_fed = has_draft
+            draft_is_current = has_draft
             step = tree_step(text, sampling)
             planner.learn(step)
             yield step
@@ -1228,6 +1291,10 @@ class Decoder:
         """The TreeStep for a tree, after a text of this length to which `left` tokens can be added. The last
         one is kept, because it may hold a graph, as long as it fits the tree, the caches and the sampling."""
         capacities = [model.reserve(length + tree.size) for model in self.models]
+        if tree.depth > left:
+            # A step adds at most one token per level, so the levels behind the end are cut.
+            cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+            return TreeStep(cut, self.models, self.step_generator)
         key = tree, capacities, sampling.settings
         if key != self.step_key:
             # Let go of the old step first, so that its memory can be used again.
@@ -1235,44 +1302,7 @@ class Decoder:
             is_static = self.cuda_graph and not sampling.reads_text
             self.tree_step = TreeStep(tree, self.models, self.step_generator, is_static)
             self.step_key = key
-        if tree.depth <= left:
-            return self.tree_step
-        # A step adds at most one token per level, so the levels behind the end are cut.
-        cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
-        return TreeStep(cut, self.models, self.step_generator)
-
-    def probe(self, text, logits):
-        """Raises ValueError if the target gets trees wrong: one that masks by slot, or counts positions its
-        own way, would silently give another text. So the prompt's last tokens are scored again, in a tree
-        beside decoys, and must have the distributions of the prompt's pass, up to rounding. If these tokens
-        are a, b, c, the tree's nodes take turns between the two:
-
-            a─┬─a───b───c        decoys: nodes 1, 3, 5
-              └─b───c            the prompt's own: nodes 0, 2, 4"""
-        count, target = len(logits), self.target
-        layout = Layout(sequences(2, count), text.device)
-        target.reserve(len(text) + 2 * count)
-        base = layout.nodes[:1] + len(text) - count
-        place = layout.place(base, len(text) + count + 1)
-        slots = place.slots[:-1]                                # a short prompt has no previous
-        kept = target.store.index_select(2, slots)
-        twice = text[-count:].repeat_interleave(2)
-        nodes = layout.nodes[:-1]                               # without the last leaf, a decoy too many
-        again = target.logits(twice, nodes, place, target.masks_from_base(layout))[::2].float().softmax(dim=1)
-        # The prompt's entries return, because those of another pass are rounded in another way.
-        target.store.index_copy_(2, slots, kept)
-        P = logits.float().softmax(dim=1)
-        differences = (again - P).std(dim=1) / P.std(dim=1)
-        # The last one, and the median, because a mixture of experts may round a token to another expert.
-        found = torch.maximum(differences[-1], differences.median())
-        # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
-        # compute their angles in float32.
-        if not found < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
-            raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the "
-                             f"same tokens differ by {found:.1%} between a tree's pass and an ordinary one, "
-                             f"more than rounding explains; in float32 rounding is smallest")
-        # A shorter prompt tells too little, so the next one is probed, too.
-        self.probed = count == PROBE_TOKENS
+        return self.tree_step
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1309,17 +1339,35 @@ def pack_linear(layer):
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
+def outputs(run, examples):
+    # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
+    for store, *_ in examples:
+        store.zero_()
+    return [run(*inputs) for inputs in examples]
+
+def traced(cached, examples, expected):
+    """`cached.forward` as a TorchScript trace, which holds the operators that one run called, and runs them
+    without Python. Any decision that Python took in that run, such as a mixture's experts, is then final. So
+    it stays as it is unless its trace gives exactly the expected outputs, also for other examples."""
+    # A trace cannot hold packed weights as constants, so the traced module owns them.
+    module = nn.Module()
+    module.model = cached.model
+    module.forward = cached.forward
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
+        # Otherwise TorchScript would optimise it again for every new shape.
+        run = torch.jit.optimized_execution(False)(trace.forward)
+        if all(map(torch.equal, outputs(run, examples), expected)):
+            return run
+    return cached.forward
+
 @torch.no_grad()
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and traces
     its pass, which about halves a small model's time. Afterwards do not change, save, load or move the model,
     nor share it between threads. A model that is packed already, offloaded, on a GPU, or of a dtype that
     oneDNN cannot take is returned unchanged. Raises ValueError for an unfit model, and if packing, for which
-    torch has no public operators, changes the numbers by more than rounding.
-
-    A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
-    that Python took in that run, such as a mixture's experts, is then final. So the trace is given up unless
-    it gives exactly the same numbers for other inputs."""
+    torch has no public operators, changes the numbers by more than rounding."""
     check_fit(model)
     cached = CachedModel(model)
     is_prepared = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys()
@@ -1335,33 +1383,16 @@ def pack(model):
         place = layout.place(torch.tensor([base]), base + 15)
         masks = cached.masks_from_base(layout)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place, *masks))
-
-    def outputs(run):
-        # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
-        for store, *_ in examples:
-            store.zero_()
-        return [run(*inputs) for inputs in examples]
-
-    before = torch.cat(outputs(cached.forward))
+    before = torch.cat(outputs(cached.forward, examples))
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.
         if type(layer) is nn.Linear and layer.weight.numel() > SMALL[model.dtype]:
             if not layer.weight.is_mkldnn:
                 pack_linear(layer)
-    packed = outputs(cached.forward)
+    packed = outputs(cached.forward, examples)
     if not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm():
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
-    model._sequoia_pass = cached.forward
-    # A trace cannot hold packed weights as constants, so the traced module owns them.
-    module = nn.Module()
-    module.model = model
-    module.forward = cached.forward
-    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-        trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
-        # Otherwise TorchScript would optimise it again for every new shape.
-        run = torch.jit.optimized_execution(False)(trace.forward)
-        if all(map(torch.equal, outputs(run), packed)):
-            model._sequoia_pass = run
+    model._sequoia_pass = traced(cached, examples, packed)
     return model
 
 @torch.no_grad()
@@ -1438,9 +1469,9 @@ def load(name, args):
     """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
     if name.startswith(str(TINY)) and not TINY.exists():
         raise ValueError("there is no bundled pair beside this copy: give --target and --draft")
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         name, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True)
-    lost = [*found["missing_keys"], *found["mismatched_keys"]]
+    lost = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if lost:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
     return model

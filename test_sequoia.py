@@ -498,8 +498,8 @@ def test_the_numbers_of_many_nodes_are_those_of_the_plain_algorithm_row_by_row()
         for row in range(len(P)):
             rank, R = verify_one_node(P[row], Q[row], tokens[row], u[row])
             ranks.append(k if rank == NONE else rank)
-            assert not R.isnan().any()
             if rank == NONE:
+                assert not R.isnan().any()
                 torch.testing.assert_close(distribution(residual[row]), R, atol=1e-12, rtol=1e-6)
         assert found.tolist() == ranks
 
@@ -706,7 +706,7 @@ def test_masks_show_each_node_the_text_and_its_ancestors_within_the_window(name,
     layout = Layout(ABREAST, "cpu")
     visible = base + ABREAST.size
     slots, positions, columns = layout.place(torch.tensor([base]), visible)
-    masks = [mask[:, columns + cached.store.shape[2]] for mask in cached.masks_from_base(layout)]
+    masks = [mask[:, columns] for mask in cached.masks_from_base(layout)]
     assert slots.tolist() == [*range(base, base + ABREAST.size), base - 1]
     assert positions.tolist() == [base + depth for depth in ABREAST.depths] + [base - 1]
     assert len(masks) == len(cached.windows)
@@ -1019,7 +1019,7 @@ def test_a_static_step_takes_nothing_from_the_host(method):
         for owner in (step, step.layout, *models):
             moved = tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, vars(owner))
             vars(owner).update(moved)
-        step.random = partial(sequoia.uniform, device="meta")
+        step.rand = partial(sequoia.uniform, device="meta")
         sampling = Sampling(method, [one for processors in SHAPED[:4] for one in processors])
         text = torch.zeros(10, dtype=torch.long, device="meta")
         with NothingOnTheCPU():
@@ -1189,8 +1189,8 @@ def simulated(name, noise, seed=0):
     planned = {}
     latency = Planner.latency
 
-    def noted_latency(planner, trials):
-        planned[len(done)] = [*trials], latency(planner, trials)
+    def noted_latency(planner):
+        planned[len(done)] = [*planner.trials], latency(planner)
         return planned[len(done)][1]
 
     with mock.patch.object(Planner, "latency", noted_latency):
@@ -1299,6 +1299,16 @@ def test_trials_come_only_where_a_plan_would_still_pay():
     assert trees[before : before + 4] == 4 * [NO_TREE]
 
 @quick
+def test_a_planner_does_not_wait_for_a_trial_that_short_texts_never_finish():
+    """Where a text can get five tokens, a trial of eight levels is always cut, and a cut one is not timed."""
+    planner = Planner("auto")
+    for _ in range(100):
+        tree = planner.next_tree(5)
+        assert tree.depth <= 5
+        planner.learn(Step(tree, [0] * tree.size, [], 0, 1.0))
+    assert planner.next_tree(100) == chain(7)
+
+@quick
 def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_two_of_them():
     assert sequoia.size_to_try(600, [1, 512]) == 1024
     assert sequoia.size_to_try(1024, [1, 512, 1024]) is None
@@ -1325,11 +1335,11 @@ def test_a_slow_first_time_is_forgotten_before_the_next_plan():
     assert max(planner.seconds[NO_TREE]) == 1.0
 
 def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
-    trials = [k_ary(2, 3), NO_TREE, chain(7)]
     planner = Planner("auto")
-    for tree, seconds in zip(trials, (2.0, 3.0, 1.0)):
+    planner.trials = [k_ary(2, 3), NO_TREE, chain(7)]
+    for tree, seconds in zip(planner.trials, (2.0, 3.0, 1.0)):
         planner.seconds[tree] += 4 * [seconds]
-    sizes, t, c = planner.latency(trials)
+    sizes, t, c = planner.latency()
     assert sizes == [1, 7, 8]
     assert [*t] == [3.0, 3.0, 3.0]
     assert c == 0.0
@@ -1454,10 +1464,10 @@ def test_a_decoder_kept_over_texts_gives_what_a_fresh_one_gives(llama, form):
 def test_the_drafts_cache_may_be_smaller_than_the_targets(llama, form):
     """The probe needs more room behind this prompt than a tree does, so only the target's is doubled."""
     with FORMS[form]():
-        decoder = Decoder(*llama, (8, 4))
+        decoder = Decoder(*llama, (4, 3))
         capacities = set()
         decoder.on_step = lambda step: capacities.add(tuple(model.store.shape[2] for model in decoder.models))
-        assert_as_generate(decoder, prompt_of(246), max_new_tokens=12)
+        assert_as_generate(decoder, prompt_of(251), max_new_tokens=12)
     assert (512, 256) in capacities
 
 def test_auto_with_all_its_trials_writes_generates_text(llama):
@@ -1884,7 +1894,7 @@ def test_the_probe_leaves_the_caches_bit_for_bit_as_it_found_them(name):
             return found
 
         with mock.patch.object(decoder.target, "run", partial(scored, decoder.target)):
-            decoder.probe(text, logits)
+            sequoia.probe(decoder.target, text, logits)
         assert decoder.target.store.equal(before)
         assert not between[0].equal(before)
 
