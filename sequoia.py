@@ -331,8 +331,8 @@ def checked_rates(acceptance_rates):
     return rates
 
 # --- 5  Many nodes at once, and logits processors -----------------------------------------------------------
-# From here on a row is a node: P, R and the draft's scores q are (rows, V), tokens and u (rows, k). Where a
-# logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
+# From here on a row is a node: P, R and the draft's scores log_Q are (rows, V), tokens and u (rows, k). Where
+# a logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 # The score of a token that was tried, below all others that are possible. It is finite, so that a row whose
@@ -355,7 +355,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         exists = s != NONE
         s = s.clamp(min=0)
         # The softmax normalises what is left of the draft. Instead of dividing R by its sum we multiply D by
-        # it, which leaves R / D as it is. A missing child takes nothing from R.
+        # it, which leaves R / D as it is. A missing child takes nothing from R, and only such follow it.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted.append(exists & (u_of_rank < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
@@ -377,9 +377,9 @@ def distribution(scores, rand):
 
 class Method(NamedTuple):
     """How children are proposed and verified. Section 8 has others than Sequoia's."""
-    propose: Callable            # q, k, random, rows -> tokens, (rows, k)
-    verify: Callable             # P, q, tokens, u -> ranks and weights
-    wanted: Callable             # the target's scores, random -> P
+    propose: Callable            # log_Q, k, rand, rows -> tokens, (rows, k)
+    verify: Callable             # P, log_Q, tokens, u -> ranks and weights
+    wanted: Callable             # the target's scores, rand -> P
     noise: Callable = None       # seed, positions, V -> what both models' scores get added (gumbel alone)
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
@@ -860,7 +860,7 @@ class Planner:
 
         If the fastest is looked for, a call of this does the next thing of these (A and B are trees):
 
-            time 3 trees | plan A | time 16 nodes | plan B | use B until steps double | time again | plan ..."""
+            time 3 trees | plan A | time 16 nodes | plan B | use B until steps double | time 3 again | plan"""
         if isinstance(self.shape, Tree) or self.steps < self.keep_until:
             return self.tree
         if self.shape != "auto":
@@ -986,6 +986,7 @@ def shared_noise(seed, positions, vocabulary):
     bits by the finaliser of splitmix64 without its last shift, in integers, which every device computes
     alike."""
     tokens = torch.arange(vocabulary, device=seed.device)
+    # Any large odd factors here; those below are the finaliser's.
     x = seed + torch.as_tensor(positions) * -7046029254386353131 + tokens * -3335678366873096957
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
@@ -1204,11 +1205,9 @@ class Decoder:
         # `generate` does not hand a streamer and a tokenizer on to a custom_generate, so they are used here.
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
         if stop_strings:
-            if tokenizer:
-                criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-            else:
-                # Now `generate` says that it needs a tokenizer.
-                kwargs["stop_strings"] = stop_strings
+            if not tokenizer:
+                raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
+            criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
         return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria,
                                           custom_generate=partial(self, streamer=streamer), **kwargs)
 
@@ -1375,7 +1374,8 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens. For the last one the cache is larger.
+    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens. For the last one the cache is larger, so they
+    # differ in all that may vary.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     for base, count in ((4, 3), (16, 15), (300, 1)):

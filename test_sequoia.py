@@ -431,12 +431,6 @@ def test_a_child_beyond_the_last_rate_is_never_accepted_and_depth_is_free_by_def
     assert expected_tokens(Tree([-1, 0, 0, 1, 3]), [0.6, 0.2, 0.1]) == pytest.approx(2.376)
     assert optimal_tree([1.0], 200) == chain(199)
 
-@quick
-def test_levels_deeper_than_the_rates_use_the_last_row():
-    rates = [[0.3, 0.1], [0.9, 0.05]]
-    best = max(expected_tokens(tree, rates) for tree in SMALL_TREES if tree.size == 6)
-    assert expected_tokens(optimal_tree(rates, 6), rates) == pytest.approx(best)
-
 # --- 5  Many nodes at once, and 8  Other methods ------------------------------------------------------------
 BY_RATIOS = [name for name, method in METHODS.items() if method.wanted is sequoia.distribution]
 
@@ -903,14 +897,6 @@ def test_a_step_adds_what_the_plain_step_adds_and_leaves_caches_as_a_fresh_pass_
                 sampling = Sampling(method, processors, seed=torch.tensor([seed]))
                 assert_steps_as_plainly(models, text_of(seed - 1), trees, sampling, form, seed)
 
-@quick
-@pytest.mark.parametrize("length", [60, 67])
-def test_the_drafts_vocabulary_may_be_shorter_or_longer(length):
-    models = [CachedModel(exact_pair("llama")[0]), CachedModel(exact_pair("llama", vocab_size=length)[1])]
-    sampling = Sampling(METHODS["sequoia"], [Temperature(3.0)])
-    prompt = torch.cat([text_of(9), torch.tensor([63, 62])])
-    assert_steps_as_plainly(models, prompt, SOME_TREES, sampling, "host", seed=0)
-
 class TableModel:
     """Stands in for a CachedModel whose text does not matter: a row of a table follows each path."""
     store = torch.zeros(0, 0, 64, 0)
@@ -1027,35 +1013,6 @@ def test_a_static_step_takes_nothing_from_the_host(method):
         assert result.is_meta
         assert result.shape == (2 + step.tree.size,)
 
-@torch.inference_mode()
-def test_a_capture_that_fails_is_one_warning_and_the_step_goes_on():
-    models = [fed(model, text_of(9)) for model in make_pair("llama")]
-    run = TreeStep(LATE, models, seeded(0), static=True)
-    error = RuntimeError("operation not permitted when stream is capturing")
-    with form_of("captured"), mock.patch.object(torch.cuda, "graph", side_effect=error):
-        run(text_of(10), Sampling(GREEDY, []))
-        with pytest.warns(UserWarning, match="without a CUDA graph: operation not") as caught:
-            tokens = [run(text_of(10), Sampling(GREEDY, [])).tokens for _ in range(3)]
-    assert len(caught) == 1
-    assert not run.static
-    assert tokens[0] == tokens[1] == tokens[2]
-
-@quick
-@torch.inference_mode()
-def test_a_seed_names_gumbels_text_whatever_the_tree_and_the_draft():
-    target, draft = exact_pair("llama")
-    other = exact_pair("llama", vocab_size=60)[1]
-    texts = set()
-    for tree, drafting in ((NO_TREE, draft), (chain(3), draft), (BUSHY, draft), (BUSHY, other)):
-        models = [fed(target, text_of(9)), fed(drafting, text_of(9))]
-        run = TreeStep(tree, models, seeded(0))
-        sampling = Sampling(METHODS["gumbel"], [], seed=torch.tensor([5]))
-        text = text_of(10)
-        while len(text) < 30:
-            text = torch.cat([text, torch.tensor(run(text, sampling).tokens)])
-        texts.add(tuple(text[:30].tolist()))
-    assert len(texts) == 1
-
 @quick
 def test_the_context_is_the_most_tokens_that_a_model_can_be_fed():
     def context(**rope):
@@ -1068,12 +1025,6 @@ def test_the_context_is_the_most_tokens_that_a_model_can_be_fed():
     assert context(rope_type="yarn", factor=1.5, original_max_position_embeddings=256) == 512
     # This one rotates all keys again once a text is longer, which entries in a cache do not follow.
     assert context(rope_type="dynamic", factor=4.0) == 512
-    long = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-                original_max_position_embeddings=40)
-    config = transformers.Phi3Config(**GQA, original_max_position_embeddings=40, rope_parameters=long)
-    assert context_of(config) == 40
-    kinds = dict(sliding_attention=dict(rope_type="default", rope_theta=1e4), full_attention=long)
-    assert context_of(config_of("gemma3", layer_types=[*kinds], rope_parameters=kinds)) == 40
     assert context_of(config_of("gpt2")) == 256
 
 @needs_cuda
@@ -1425,12 +1376,6 @@ def test_autocast_is_refused(llama):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="torch.autocast"):
         Decoder(*llama).generate(prompt_of(8), max_new_tokens=4)
 
-@quick
-def test_a_kept_step_gets_new_masks_when_the_caches_grow(llama):
-    decoder = Decoder(*llama, BUSHY_9)
-    assert_as_generate(decoder, prompt_of(230), max_new_tokens=60)
-    assert [model.store.shape[2] for model in decoder.models] == [512, 512]
-
 def test_a_decoder_refuses_to_decode_for_another_target(llama):
     target, draft = llama
     with pytest.raises(ValueError, match="another target"):
@@ -1481,20 +1426,6 @@ def test_auto_with_all_its_trials_writes_generates_text(llama):
     for step in steps:
         # The draft is the target, so every guess is right as long as its cache is.
         assert len(step.tokens) == step.tree.depth
-
-def test_after_a_text_both_caches_hold_what_a_fresh_pass_writes(llama):
-    """Where later siblings were accepted, whose entries move, and leaves, which the draft is fed late."""
-    for seed in range(2):
-        steps = []
-        decoder = Decoder(*llama, BUSHY_9, generator=seeded(seed), on_step=steps.append)
-        text = decoder.generate(prompt_of(20), do_sample=True, max_new_tokens=40)[0]
-        assert any(BUSHY_9.ranks[node] for step in steps for node in step.path)
-        for cached in (decoder.target, decoder.draft):
-            fresh = sequoia.CachedModel(cached.model)
-            with torch.inference_mode():
-                fresh.prefill(text)
-                for found, expected in zip(cached.store[:, :, :54], fresh.store[:, :, :54]):
-                    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 def test_a_drafts_vocabulary_context_and_mode_do_not_change_the_text(llama):
     """One padded to another length, one whose context ends early, one whose dropout only costs speed."""
@@ -1678,9 +1609,9 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method, form):
 @quick
 @pytest.mark.parametrize("form", FORMS)
 def test_with_gumbel_a_seed_names_the_text_and_the_next_one_whatever_the_tree(llama, form):
-    """Nor does the draft matter. The second text's seed comes from the same generator, so no tree may take
-    random numbers from it."""
-    other = make_pair("llama", difference=0.6)[1]
+    """Nor does the draft matter, or its vocabulary. The second text's seed comes from the same generator, so
+    no tree may take random numbers from it."""
+    other = make_pair("llama", difference=0.6, vocab_size=60)[1]
     sampled = dict(do_sample=True, temperature=0.8, top_p=0.95, max_new_tokens=20)
     texts = []
     with FORMS[form]():
@@ -1877,26 +1808,15 @@ def test_a_targets_nan_is_an_error_that_names_it_and_a_drafts_only_costs_speed(m
 @pytest.mark.parametrize("name", ["llama", "gemma3", "roberta", "deepseek-v3"])
 @torch.inference_mode()
 def test_the_probe_leaves_the_caches_bit_for_bit_as_it_found_them(name):
-    target = make_pair(name)[0].bfloat16()
-    score = sequoia.CachedModel.forward
+    target = CachedModel(make_pair(name)[0].bfloat16())
     for length in (1, 3, 6, 20, 252):
-        decoder = Decoder(target, tree="none")
-        text = prompt_of(length)[0]
-        logits = decoder.target.prefill(text, sequoia.PROBE_TOKENS)
+        text = text_of(length)
+        logits = target.prefill(text, sequoia.PROBE_TOKENS)
         # The probe may need room, which is empty at first.
-        decoder.target.reserve(length + 2 * len(logits))
-        before = decoder.target.store.clone()
-        between = []
-
-        def scored(cached, *given):
-            found = score(cached, *given)
-            between.append(cached.store.clone())
-            return found
-
-        with mock.patch.object(decoder.target, "run", partial(scored, decoder.target)):
-            sequoia.probe(decoder.target, text, logits)
-        assert decoder.target.store.equal(before)
-        assert not between[0].equal(before)
+        target.reserve(length + len(logits))
+        before = target.store.clone()
+        sequoia.probe(target, text, logits)
+        assert target.store.equal(before)
 
 class CountsOn(transformers.GPT2LMHeadModel):
     """Takes only the first position and counts on from there, which is right for plain decoding."""
@@ -2221,10 +2141,11 @@ def test_explain_cuts_as_the_options_say(capfd):
 
 @quick
 def test_explain_draws_each_tree_and_its_greedy_text_is_the_greedy_text(capfd):
-    greedy = run_main(capfd, *USUAL, "--temperature=0", "--tree=8x4")[1]
-    code, out, err = run_main(capfd, *USUAL, "--temperature=0", "--tree=8x4", "--explain")
+    given = (*USUAL, "--max-new-tokens=6", "--temperature=0", "--tree=8x4")
+    greedy = run_main(capfd, *given)[1]
+    code, out, err = run_main(capfd, *given, "--explain")
     *steps, text = re.split(r"^adds .*\n\n", out, flags=re.MULTILINE)
-    assert code == 0 and err == "" and text == greedy and 4 <= len(steps) <= 16
+    assert code == 0 and err == "" and text == greedy and 2 <= len(steps) <= 6
     for step in steps:
         # The tree's eight nodes, indented by level; then what happened to children; then the last token.
         *tried, last = step.splitlines()[8:]
