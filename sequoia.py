@@ -633,7 +633,9 @@ class CachedModel:
     def move(self, path, slots):
         """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers. (If a path
         repeats its last node, the copies land in free slots.)"""
-        self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
+        # The root alone stands there already.
+        if len(path) > 1:
+            self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
 
 def walk(layout, try_children):
     """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
@@ -729,6 +731,9 @@ class TreeStep:
 
         def try_children(parents, children):
             P = method.wanted(scores_of(logits[parents], False, layout.nodes[parents]), self.rand)
+            if not children.shape[1]:
+                # The token after a leaf is drawn from P itself.
+                return torch.zeros_like(layout.nodes[parents]), P
             return method.verify(P, log_Q[parents], tokens[children], u[parents, : children.shape[1]])
 
         path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
