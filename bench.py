@@ -14,7 +14,7 @@
 A section alone prints its tables. With --quick it takes seconds, decides nothing and writes figures/quick.
 All methods take turns on the same prompts, seeds and weights. 1.33 ± 0.05 is a ratio of sums over prompts
 and half its 95% interval, which is paired: it tells how much other prompts would move the ratio."""
-import argparse, copy, functools, importlib.util, itertools, json, math, os, re, subprocess, sys, time
+import argparse, copy, functools, importlib.util, json, math, os, re, subprocess, sys, time
 from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
@@ -558,16 +558,15 @@ CHILDREN = (1, 2, 4, 8, 16, 32)
 
 def chances_of(method, p, q, tokens):
     """The chance of each child to be the accepted one, (rows, k), from scores."""
-    draws = method.wanted is sequoia.token_drawn
-    P = (sequoia.distribution if draws else method.wanted)(p, None)
+    draws = method.target_P is sequoia.token_drawn
+    P = (sequoia.distribution if draws else method.target_P)(p, None)
     if method.verify is sequoia.verify_by_matching:
         # The target draws its token from P, and a child that repeats an older sibling is never the first.
         repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(dim=2)
         return torch.where(repeated, 0, P.gather(1, tokens))
     # In place of random numbers, something that notes the ratios it is compared with, and accepts nothing.
     u = mock.MagicMock(noted=[])
-    u.T = u.__getitem__.return_value = u
-    u.__iter__.side_effect = lambda: itertools.repeat(u)
+    u.__getitem__.return_value = u
     u.__lt__.side_effect = lambda ratio: u.noted.append(ratio) or ratio < 0
     method.verify(P, q, tokens, u)
     accepted = torch.cat(u.noted, dim=1).nan_to_num(0, posinf=1).clamp(max=1)       # 0 / 0 is NaN
@@ -596,20 +595,19 @@ def verification(args, report):
 
 def rejection_rates(method, temperature, logits):
     """The chance that all of k children are rejected, (texts, ks)."""
-    # Rows are not positions of a text, so gumbel's noise is added below.
-    sampling = sequoia.Sampling(method._replace(noise=None), [TemperatureLogitsWarper(temperature)])
+    sampling = sequoia.Sampling(method, [TemperatureLogitsWarper(temperature)])
     generator = torch.Generator(logits[0][0].device).manual_seed(0)
     rates = np.zeros((len(logits), len(CHILDREN)))
     for i, (target, draft) in enumerate(logits):
         p = sampling.processed(None, target, False)
         q = sampling.processed(None, draft, True)
-        if method.noise:
+        if method.shares_noise:
             seed = torch.randint(2**62, (1,), generator=generator, device=p.device)
-            noise = method.noise(seed, torch.arange(len(p), device=p.device)[:, None], p.shape[1])
+            noise = sequoia.shared_noise(seed, torch.arange(len(p), device=p.device)[:, None], p.shape[1])
             p += noise
             q += noise
-        random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
-        tokens = method.propose(q, max(CHILDREN), random, len(q))                           # (rows, k)
+        random = functools.partial(sequoia.uniform, len(q), generator=generator, device=q.device)
+        tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
         for j, k in enumerate(CHILDREN):
             # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
             accepted = chances_of(method, p, q, tokens[:, :k]).sum(dim=1)

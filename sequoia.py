@@ -13,7 +13,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
-    P[k], p_k    acceptance_rates[k - 1]   an accepted node's k-th child is accepted so often (Definition 3.2)
+    p_k          acceptance_rates[k - 1]   an accepted node's k-th child is accepted so often (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
@@ -41,7 +41,7 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones.
 MIT licence, copyright (c) 2026 the sequoia.py authors."""
-import argparse, collections, contextlib, itertools, math, os, sys, time, warnings
+import argparse, collections, contextlib, math, os, sys, time, warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -77,9 +77,9 @@ class Tree:
             3
         2
 
-    size, depth: the numbers of nodes and levels, the root's included. For each node: depths, its level;
-    ranks, its place among its siblings, from 0; children; paths, the nodes from the root down to it. mask,
-    (size, size) bool: which nodes each node sees, namely those on its path."""
+    size, depth: the numbers of nodes and of levels, the root's included. For each node: depths, its level,
+    which is 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
+    root down to it. mask, (size, size) bool: which nodes each node sees, namely those on its path."""
     parents: tuple[int, ...]
 
     def __post_init__(self):
@@ -129,9 +129,11 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ----------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -math.inf
-# What a draft calls impossible is possible for Algorithm 2, but proposed after all other tokens.
-UNLIKELY = -1000
+RULED_OUT = -math.inf                            # never proposed and never drawn
+# A draft must propose anything that the target may want, so its own scores fall, but stay finite:
+FAR_BELOW = 100                                  # so much lower where top-k, top-p or min-p rule a token out
+UNLIKELY = -1000                                 # where the draft gives probability 0
+TRIED = torch.finfo(torch.float32).min           # where the token was proposed before, and rejected
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -143,9 +145,9 @@ def gumbel_noise(u):
 
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
-    is drawn in the same way from the other tokens. In logarithms the earliest have the largest
-    log p_i - log E_i. The 53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, but the largest
-    u in float32 is still 6e-8 away from 1."""
+    is drawn in the same way from the other tokens. The earliest times are the largest log p_i - log E_i. The
+    53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, so a u that close to 1, but the largest
+    u in float32 is still 6e-8 away from it."""
     E = -u.log()
     return -E.float().log()
 
@@ -162,18 +164,18 @@ def draw(weights, u):
     """Draws tokens independently, with replacement: weights, (rows, V), not negative, and uniform random
     numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
 
-    The weights' running sums cut the line from 0 to their total into pieces, one for each token, which ends
-    with its upper end. A random point on the line, (1 - u) times the total, is never 0, so it never falls
-    into a piece of length 0."""
+    The weights' running sums cut the line from 0 to their total into pieces, of which token i has that from
+    sums[i - 1] up to, but without, sums[i]. So a random point on it, u times the total, never falls on a token
+    without weight."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
-    return torch.where(total > 0, torch.searchsorted(sums, (1 - u) * total), NONE)
+    return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
 def never_ruled_out(log_Q):
     """A draft's scores, (rows, V), with UNLIKELY in place of -inf. Tokens to which the draft gives
     probability 0 are then proposed after all others, and all are equally likely (Algorithm 2, lines 12 to
-    15), because the target may want them. A draft that says NaN is useless, but the text can go on."""
-    return log_Q.nan_to_num(nan=UNLIKELY, neginf=UNLIKELY)
+    15), because the target may want them. A draft that says NaN or inf is useless, but the text can go on."""
+    return log_Q.nan_to_num(nan=UNLIKELY, posinf=-UNLIKELY, neginf=UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) ----------------------------------
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
@@ -187,8 +189,8 @@ def never_ruled_out(log_Q):
 #     together                    .5   .3   .2   1      = P
 #
 # With several children, use induction. Whichever token was rejected, the residual R is the same, so the other
-# children must produce R. The next one comes from D, the draft without the rejected token. That is the same
-# task with one child less, where R takes the place of P, and D that of Q. Once no child is left, the token is
+# children must produce R, and the next one comes from D, the draft without the rejected token. That is the
+# same task again, with R and D for P and Q, and with one child less. Once no child is left, the token is
 # drawn from R itself.
 #
 # Sequoia is robust because no token is tried twice: if the k children are all the tokens that the target can
@@ -223,13 +225,14 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`). Those that are 700 or more below the highest count as probability
-    0, because float64 ends near e^-745, so they must be equal. say, word: see `verify_one_node`.
+    must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
+    in float64 they become a probability of about 0. say, word: see `verify_one_node`.
 
     No node may have more children than there are tokens. Greedy decoding is the limit of a temperature, by
     which all scores are divided, that goes to 0."""
-    # 1. Random numbers: for each level a row of noise to propose children by, which its nodes can share,
-    # because only one of them is ever reached; and for each node's children numbers to accept or reject by.
+    # 1. Random numbers, in the order in which section 6 draws them: for each level a row of noise to propose
+    # children by; and for each node's children numbers to accept or reject by. The nodes of a level can share
+    # noise, because only one of them is reached, and earlier levels alone decide which.
     rand = partial(uniform, generator=generator, device=text.device)
     vocabulary = len(draft(text))                   # a pass just to learn this, and to keep the rest simple
     noise = [gumbel_noise(rand(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
@@ -285,8 +288,9 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), a row for each level of that node, of which deeper levels use the last.
     Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
 
-    best[k][n]: the most expected tokens that n nodes add below one node, if its children of rank k and up
-    hold them all. Child k takes m of them, itself and m - 1 below it, and its younger siblings the rest:
+    best[k][n]: the most expected tokens that n nodes add below one node, if they are its children of rank k,
+    k + 1, ... and their descendants. Child k and those below it are m of them, its younger siblings get the
+    rest:
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
@@ -305,8 +309,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
         below, best = best, no_child
         row = rates[min(level, len(rates) - 1)]
         for rank in reversed(range(len(row))):
-            # On the right `best` still is best[rank + 1]. Where m > n, its index makes no sense.
-            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + best[n - m], -np.inf)     # (n, m)
+            younger = best
+            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             best = np.maximum(no_child, value.max(axis=1))
             shares[level, rank] = 1 + value.argmax(axis=1)
     if best[size - 1] == -np.inf:
@@ -335,14 +339,10 @@ def checked_rates(acceptance_rates):
 # a logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
-# The score of a token that was tried, below all others that are possible. It is finite, so that a row whose
-# tokens were all tried has a softmax, too.
-TRIED = torch.finfo(torch.float32).min
-
-def propose_different(log_Q, k, rand, rows):
-    """Draws k different children in each row. rand: `uniform` with a generator. rows: how many rows of random
-    numbers to draw by, one for each row of log_Q or 1 for all."""
-    return most_likely(log_Q + gumbel_noise(rand(rows, log_Q.shape[1])), k)
+def propose_different(log_Q, k, rand):
+    """Draws k different children in each row. rand: from n to random numbers, (rows, n), or (1, n) for all
+    rows."""
+    return most_likely(log_Q + gumbel_noise(rand(log_Q.shape[1])), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
     """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and where no child is accepted the
@@ -350,46 +350,47 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
 
     replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
-    accepted = []
-    for s, u_of_rank in zip(tokens.T[:, :, None], u.T[:, :, None]):                     # (rows, 1) each
-        exists = s != NONE
-        s = s.clamp(min=0)
+    accepted = torch.zeros_like(tokens, dtype=torch.bool)
+    for rank in range(tokens.shape[1]):
+        s = tokens[:, rank, None].clamp(min=0)                                              # (rows, 1)
+        exists = tokens[:, rank, None] != NONE
         # The softmax normalises what is left of the draft. Instead of dividing R by its sum we multiply D by
-        # it, which leaves R / D as it is. A missing child takes nothing from R, and only such follow it.
+        # it, which leaves R / D as it is. A missing child takes nothing from R.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
-        accepted.append(exists & (u_of_rank < R.gather(1, s) / D.gather(1, s)))
-        if len(P) == 1 and accepted[-1]:
+        accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
+        if len(P) == 1 and accepted[0, rank]:
             break                               # a single row needs no more
         R = (R - D).clamp(min=0)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    return outcome(accepted, R, P)
+    return first_accepted(accepted), or_else(R, P)
 
-def outcome(accepted, R, P):
-    """What `verify_nodes` returns. accepted: the children's answers, columns to be put side by side."""
-    # `max` finds the first that is true, and the column appended here, of rank k, always is.
-    rank = torch.cat([*accepted, torch.ones_like(P[:, :1], dtype=torch.bool)], dim=1).max(dim=1).indices
-    # If rounding leaves nothing of R, the token is drawn from P. Beside anything else 1e-20 of P is nothing.
-    return rank, torch.add(R, P, alpha=1e-20)
+def first_accepted(accepted):
+    """How many children are rejected before one is accepted: its rank, or k if there is none, (rows,)."""
+    return (~accepted).cumprod(dim=1).sum(dim=1)
+
+def or_else(R, P):
+    """R, but P where rounding has left nothing of R. Beside anything else 1e-20 of P is nothing."""
+    return torch.add(R, P, alpha=1e-20)
 
 def distribution(scores, rand):
     return scores.softmax(dim=1)
 
 class Method(NamedTuple):
     """How children are proposed and verified. Section 8 has others than Sequoia's."""
-    propose: Callable            # log_Q, k, rand, rows -> tokens, (rows, k)
+    propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable             # P, log_Q, tokens, u -> ranks and weights
-    wanted: Callable             # the target's scores, rand -> P
-    noise: Callable = None       # seed, positions, V -> what both models' scores get added (gumbel alone)
+    target_P: Callable           # the target's scores, rand -> P
+    shares_noise: bool = False   # whether both models' scores get the same noise added (gumbel alone)
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
-# like. They shape the draft, too, because a draft shaped like the target is accepted more often. (It stays
-# lossless, as the same scores propose and verify.)
+# like. They shape the draft, too, because a draft shaped like the target is accepted more often. (Any draft
+# is lossless, if the scores that propose are those that verify.)
+#
+# What these rule out of a draft is only lowered, because the target may keep it.
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# What these rule out of a draft is only lowered by this much, because the target may keep it.
-FAR_BELOW = 100
 # These never look at the text. Any other processor might, so it is called node by node, each time with the
 # node's own text, which is slower and cannot be captured as a CUDA graph.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
@@ -398,21 +399,16 @@ class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
     length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows.
 
-    ends, max_length: tokens and the length that end a text. seed: of the method's noise, (1,)."""
+    ends, max_length: tokens and the length that end a text."""
 
-    def __init__(self, method, processors, ends=(), max_length=sys.maxsize, seed=None):
-        if method.noise:
-            # Noise that depends on the position is one more processor that reads the text. Both models and
-            # the next steps ask for that of the same few positions.
-            noise = lru_cache(64)(partial(method.noise, seed))
-            processors = [*processors, lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])]
+    def __init__(self, method, processors, ends=(), max_length=sys.maxsize):
         self.method = method
         self.processors = processors
         self.ends = {NONE, *ends}
         self.max_length = max_length
         self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
-        # Calls with equal settings share a plan and a captured graph. (Those that read the text are never
-        # captured, so that it is enough that a plan fits them roughly.)
+        # Calls with equal settings share a plan and a captured graph. Processors that read the text are left
+        # out, because a plan need only fit roughly, and they are never captured.
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.settings = method, self.reads_text, *blind
@@ -426,7 +422,7 @@ class Sampling:
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
             ids = torch.cat([text, path])
-            # Behind an end or a missing child scores are not used, and a grammar would not know an answer.
+            # Behind an end or a missing child scores are not used, and a grammar's processor might raise.
             if len(ids) < self.max_length and not self.ends.intersection(path.tolist()):
                 row = self.processed(ids[None], row, is_draft)
             rows.append(row)
@@ -470,12 +466,13 @@ class Sampling:
 # is previous now. Every step therefore feeds the draft previous again, together with the root; at worst that
 # writes the same entry twice.
 
-class Level(NamedTuple):
-    """One draft pass. On the right what it holds for the tree above, where previous has the number 4, the
-    tree's size."""
-    parents: Tensor          # the nodes with children on this level           [0]         [1]
-    fed: Tensor              # the draft is fed these, first also previous     [4, 0]      [1]
-    children: Tensor         # of each parent, padded with NONE                [[1, 2]]    [[3]]
+class DraftPass(NamedTuple):
+    """What grows one level. For the tree above, where previous has the number 4, the tree's size:
+
+                                                                       first pass  second pass"""
+    parents: Tensor     # the nodes of the level above with children   [0]         [1]
+    fed: Tensor         # the draft is fed these, first also previous  [4, 0]      [1]
+    children: Tensor    # of each parent, padded with NONE             [[1, 2]]    [[3]]
 
 class Place(NamedTuple):
     """Where the nodes of a tree and previous stand in a cache, and what their pass reads."""
@@ -486,11 +483,11 @@ class Place(NamedTuple):
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
-        offsets      [0, 1, 2, 3, -1]              slot minus base; the last element is previous
-        depths       [0, 1, 1, 2, -1]              position minus base, likewise
-        mask         (size + 1, size)              which nodes a node sees; previous sees none
-        children     [[1, 2, -1], [3, -1, -1], ..] in rank order, and behind them at least one NONE
-        levels       a `Level` for each draft pass"""
+        slot_offsets      [0, 1, 2, 3, -1]               slot minus base; the last element is previous
+        position_offsets  [0, 1, 1, 2, -1]               position minus base, likewise
+        mask              (size + 1, size)               which nodes a node sees; previous sees none
+        children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
+        passes            a `DraftPass` for each level but the root's"""
 
     def __init__(self, tree, device):
         ids = partial(torch.tensor, dtype=torch.long, device=device)
@@ -501,29 +498,30 @@ class Layout:
         self.tree = tree
         size = tree.size
         self.nodes = torch.arange(size, device=device)
-        self.offsets = ids([*range(size), -1])
-        self.depths = ids([*tree.depths, -1])
+        self.slot_offsets = ids([*range(size), -1])
+        self.position_offsets = ids([*tree.depths, -1])
         self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)
         self.children = padded([[*children, NONE] for children in tree.children])
-        self.levels = []
+        self.passes = []
         for level in range(tree.depth - 1):
             parents = [node for node in range(size) if tree.depths[node] == level and tree.children[node]]
             children = padded([tree.children[node] for node in parents])
-            self.levels.append(Level(ids(parents), ids(parents if level else [size, 0]), children))
+            self.passes.append(DraftPass(ids(parents), ids(parents if level else [size, 0]), children))
 
     def place(self, base, visible):
         """The tree with its root in slot `base`, (1,), where the first `visible` slots are read."""
         columns = torch.arange(visible, device=base.device) - base
-        return Place(base + self.offsets, base + self.depths, columns)
+        return Place(base + self.slot_offsets, base + self.position_offsets, columns)
 
 def context_of(config):
     """The most tokens that a model can be fed."""
     trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
     context = trained
-    rope = getattr(config, "rope_parameters", None) or {}
+    given = getattr(config, "rope_parameters", None) or {}
     # One dictionary for all layers, or one of them for each kind of layer.
-    for rope in (rope, *[kind for kind in rope.values() if isinstance(kind, Mapping)]):
-        original = rope.get("original_max_position_embeddings", trained)
+    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
+    for rope in ropes:
+        original = rope.get("original_max_position_embeddings") or trained
         if rope.get("rope_type") == "longrope":
             # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
             return original
@@ -551,8 +549,8 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens):
-        """Makes room for this many tokens, also before the first text, and keeps those that are there.
-        Returns the capacity."""
+        """Makes room for this many tokens, and keeps those that are there. (Before the first text the store
+        is empty and has only a capacity.) Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         if tokens > self.store.shape[2]:
             capacity = max(256, 1 << (tokens - 1).bit_length())
@@ -585,8 +583,10 @@ class CachedModel:
 
     def masks_from_base(self, layout):
         """What nodes see, as masks that fit any step, because it depends on a slot's distance from `base`
-        alone: for each kind of layer (size + 1, 2 * capacity), where column i is slot base + i. As ever, -1
-        is the last column, so the slots before base are at the end."""
+        alone: for each kind of layer (size + 1, 2 * capacity). Column i is slot base + i, also for a negative
+        i, because an index of -1 is the last column. If there is room for 4 tokens, the columns thus are
+
+            base + [0, 1, 2, 3, -4, -3, -2, -1]"""
         capacity, size = self.store.shape[2], layout.tree.size
         offsets = torch.arange(-capacity, capacity, device=layout.mask.device).roll(capacity)
         # Every node sees the text, and in the tree its ancestors and itself.
@@ -594,8 +594,8 @@ class CachedModel:
         seen[:, :size] = layout.mask
         # A window counts positions. In the text these are the slots, and free slots are not seen.
         positions = offsets.clone()
-        positions[:size] = layout.depths[:-1]
-        distance = layout.depths[:, None] - positions
+        positions[:size] = layout.position_offsets[:-1]
+        distance = layout.position_offsets[:, None] - positions
         return [torch.where(seen & (distance < window), 0.0, RULED_OUT).to(self.store)
                 for window in self.windows.values()]
 
@@ -632,10 +632,15 @@ class CachedModel:
 
     def move(self, path, slots):
         """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers. (If a path
-        repeats its last node, the copies land in free slots.)"""
+        repeats its last node, as in `walk_without_branches`, the copies land in free slots.)"""
         # The root alone stands there already.
         if len(path) > 1:
             self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
+
+def widened(logits, vocabulary):
+    """Logits, (rows, V), for a vocabulary of another length, because a draft's may be padded otherwise."""
+    missing = vocabulary - logits.shape[1]
+    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
 def walk(layout, try_children):
     """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
@@ -647,7 +652,7 @@ def walk(layout, try_children):
         children = layout.tree.children[node]
         rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
-            return torch.tensor(path, device=layout.nodes.device), weights
+            return torch.cat([layout.nodes[node : node + 1] for node in path]), weights
         path.append(children[rank])
 
 class Step(NamedTuple):
@@ -679,10 +684,8 @@ class TreeStep:
         self.layout = Layout(tree, models[0].store.device)
         self.masks = [model.masks_from_base(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
-        # The nodes' tokens. The last element is previous; once the draft was fed that, it takes the proposals
-        # for the padding of `Level.children`, which is -1; and in the end it is NONE, so that in the padding
-        # of `Layout.children` missing children are found.
-        self.tokens = torch.zeros_like(self.layout.offsets)
+        # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
+        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
         self.calls = 0
         self.graph = self.result = None
 
@@ -694,7 +697,7 @@ class TreeStep:
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
         # A text of one token has no previous. It only meets a step without a tree, which does not feed it.
-        self.tokens[-1:] = text[-2:][:1]
+        self.tokens[-2:-1] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
         untimed = text.is_cuda + self.static
@@ -730,7 +733,7 @@ class TreeStep:
         u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
         def try_children(parents, children):
-            P = method.wanted(scores_of(logits[parents], False, layout.nodes[parents]), self.rand)
+            P = method.target_P(scores_of(logits[parents], False, layout.nodes[parents]), self.rand)
             if not children.shape[1]:
                 # The token after a leaf is drawn from P itself.
                 return torch.zeros_like(layout.nodes[parents]), P
@@ -742,22 +745,22 @@ class TreeStep:
         # 6. The accepted nodes' entries move up behind the text.
         for model in self.models:
             model.move(path, place.slots)
-        return torch.cat([path[-1:], token, tokens[:-1]])
+        return torch.cat([path[-1:], token, tokens[:-2]])
 
     def grow_tree(self, scores_of, place, propose):
         """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
         gives all their children. Returns the draft's scores, (size, V), where a leaf's mean nothing."""
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
         log_Q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
-        for parents, fed, children in self.layout.levels:
+        for parents, fed, children in self.layout.passes:
             logits = draft.logits(tokens, fed, place, self.masks[-1])[-len(parents) :]
-            # The draft's vocabulary may be padded to another length. If it is longer, this cuts it.
-            if missing := vocabulary - logits.shape[1]:
-                logits = pad(logits, (0, missing), value=RULED_OUT)
-            log_Q[parents] = guesses = scores_of(logits, True, parents)
+            logits = widened(logits, vocabulary)
+            guesses = scores_of(logits, True, parents)
+            log_Q.index_copy_(0, parents, guesses)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
-            tokens[children] = propose(guesses, children.shape[1], self.rand, rows=1)
-        tokens[-1].fill_(NONE)
+            tokens[children] = propose(guesses, children.shape[1], partial(self.rand, 1))
+            # Where there is no child, what was proposed went to the last place.
+            tokens[-1].fill_(NONE)
         return log_Q
 
     def capture(self, text, sampling):
@@ -774,14 +777,15 @@ class TreeStep:
 
 def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
-    rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If for
-    example node 1 is accepted and then nothing, it reaches 0, 1, NONE, NONE, and the path is 0, 1, 1, 1."""
+    rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If in the
+    tree above node 1 is accepted and then nothing, it reaches 0, 1, NONE, and the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.children[:, :-1])
+    # Where no child is accepted, this is the NONE behind them.
     following = layout.children.gather(1, rank[:, None])[:, 0]
     following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
     path = [layout.nodes[:1]]
     reached = path[0]
-    for _ in layout.levels:
+    for _ in layout.passes:
         reached = following[reached]
         # Children have larger numbers than their parents, and NONE is smaller than any.
         path.append(torch.maximum(path[-1], reached))
@@ -792,16 +796,18 @@ def walk_without_branches(layout, try_children):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-# The most nodes and levels of a planned tree.
+# The most nodes and levels that are planned.
 MAX_NODES, MAX_LEVELS = 1024, 24
+# The first tree of "auto", of these nodes and levels, is a decent one.
+FIRST = 8, 4
 # How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess, for
 # a decent draft, counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trials cost time, for which a plan must make up before the text ends. So there are none until the steps so
-# far, in all texts, and the tokens that this text can still get add up to this.
+# No trials until the steps so far, in all texts, and the tokens that this text can still get add up to this,
+# because a plan would not make up for their time before the end.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -813,21 +819,20 @@ def plan(rates, sizes, t, c):
     likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
     rates = np.asarray(rates)
-    best = 0.0
+    best = (0.0,)
     # The chances of nodes, on the last level and on all levels, the likeliest first.
     last_level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
-        if tokens_per_second.max() > best:
-            best = tokens_per_second.max()
-            size = tokens_per_second.argmax() + 1
-            # Ranks whose rate is below the chance of the tree's least likely node have no node in it, so
-            # leaving them out only saves time.
-            best_tree = partial(optimal_tree, rates[rates >= chances[size - 1]], size, depth)
+        last = tokens_per_second.argmax()
+        if tokens_per_second[last] > best[0]:
+            best = tokens_per_second[last], last + 1, depth, chances[last]
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
-    return best_tree()
+    _, size, depth, least = best
+    # A child of a rank below the least likely node's chance is not in the tree, so this only saves time.
+    return optimal_tree(rates[rates >= least], size, depth)
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -837,7 +842,7 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or just before a bend of t(n) between two of them, unless that is closer than a sixth.
+    # Or between two of them, where t(n) is only interpolated and may bend, unless it is closer than a sixth.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > planned + max(1, planned // 6) else None
 
@@ -853,50 +858,50 @@ class Planner:
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
         self.steps = 0
         # The tree is kept until there were this many steps.
-        self.keep_until = 0
+        self.keep_until = math.inf if isinstance(shape, Tree) else 0
         self.tree = shape
         if not isinstance(shape, Tree):
-            self.tree = optimal_tree(self.rates(), *((8, 4) if shape == "auto" else shape))
-        # A decent tree; none; and one of the first one's size that takes seven draft passes instead of three.
-        self.trials = [self.tree, NO_TREE, chain(7)]
+            self.tree = optimal_tree(self.rates(), *(FIRST if shape == "auto" else shape))
+        # "auto" times its first tree, none, one of the same size with more draft passes, and then others.
+        self.branched, self.straight = self.tree, chain(FIRST[0] - 1)
+        self.trials = [self.branched, NO_TREE, self.straight]
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
-        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most.
-
-        If the fastest is looked for, a call of this does the next thing of these (A and B are trees):
-
-            time 3 trees | plan A | time 16 nodes | plan B | use B until steps double | time 3 again | plan"""
-        if isinstance(self.shape, Tree) or self.steps < self.keep_until:
-            return self.tree
-        if self.shape != "auto":
-            self.tree = optimal_tree(self.rates(), *self.shape)
-            self.keep_until = max(16, 2 * self.steps)
-            return self.tree
-        for tree in self.trials:
-            if len(self.seconds[tree]) < MIN_TIMINGS:
+        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
+        if self.steps >= self.keep_until:
+            if self.shape != "auto":
+                self.tree = optimal_tree(self.rates(), *self.shape)
+                self.keep_until = max(16, 2 * self.steps)
+            elif waiting := [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]:
                 # A tree that is cut at the text's end tells nothing about the whole one.
-                is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left
-                return tree if is_worth_it else self.tree
+                if self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left:
+                    return waiting[0]
+            else:
+                self.plan_again()
+                return self.next_tree(tokens_left)
+        return self.tree
+
+    def plan_again(self):
+        """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
         rates = self.rates()
         sizes, t, c = self.latency()
         self.tree = plan(rates, sizes, t, c)
         if size := size_to_try(self.tree.size, sizes):
             self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
-            return self.next_tree(tokens_left)
+            return
         self.keep_until = 2 * self.steps
-        # The first trials lose their oldest times, which may have been slow. Those that are not used until
-        # the next plan are timed once more before it.
+        # The first trials lose their oldest times, which may have been slow. So those that have no more than
+        # they need are timed once more before the next plan.
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
-        return self.tree
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         # Noise only adds to a time, so a low quantile comes closest to the time without it.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
-        # These two differ in depth alone, and so, by this choice of c, they have the same t.
-        branched, _, straight = self.trials[:3]
-        c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
+        # The two of one size differ in depth alone, so they give c, and by this choice of c the same t.
+        levels = self.straight.depth - self.branched.depth
+        c = max(0.0, (typical[self.straight] - typical[self.branched]) / levels)
         t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
@@ -931,24 +936,25 @@ class Planner:
         return np.minimum.accumulate(rates)
 
 # --- 8  Other methods ---------------------------------------------------------------------------------------
-def propose_independent(log_Q, k, rand, rows):
+def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
-    return draw(log_Q.softmax(dim=1), rand(rows, k))
+    return draw(log_Q.softmax(dim=1), rand(k))
 
-def propose_likeliest(log_Q, k, rand, rows):
+def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
 
 def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
-    If rho is chosen well, all k children together give token t with probability min(P[t], rho Q[t]):
+    rho is chosen so that all k children together give token t with probability min(P[t], rho Q[t]):
 
-        one try gives t          with min(P[t] / rho, Q[t]), in sum beta
-        one of k tries succeeds  with 1 - (1 - beta)^k, and then gives t in proportion to the line above
-        rho is chosen            so that this is rho beta, so t is given with min(P[t], rho Q[t])
-        t still lacks            max(P[t] - rho Q[t], 0), in sum 1 - rho beta, the chance that all tries fail
+        one try gives t            with min(P[t] / rho, Q[t]); the sum of this over all t is beta
+        one of k tries gives some  with 1 - (1 - beta)^k; if this equals rho beta, rho times as often as one
+                                   try, then each t is given rho times as often, with min(P[t], rho Q[t])
+        t still lacks              max(P[t] - rho Q[t], 0), the residual; its sum is 1 - rho beta, the chance
+                                   that all tries fail
 
-    So that is the residual. Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while
-    rho beta rises to k beta, which is at least as much by the union bound."""
+    Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
+    which is at least as much by the union bound."""
     Q = log_Q.softmax(dim=1)
     # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
@@ -962,17 +968,17 @@ def verify_by_spectr(P, log_Q, tokens, u):
         high = torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
     accepted = exists & (u < P.gather(1, s) / (high * Q.gather(1, s)))
-    return outcome([accepted], (P - high * Q).clamp(min=0).to(P), P)
+    return first_accepted(accepted), or_else((P - high * Q).clamp(min=0).to(P), P)
 
 # The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
 # and the child that is this token is accepted, which is lossless however the children were chosen.
 def verify_by_matching(P, log_Q, tokens, u):
     # Where no child is that token, it is what P gives.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
-    return outcome([accepted], P, P)
+    return first_accepted(accepted), P
 
 def one_hot(tokens, scores):
-    return torch.zeros_like(scores).scatter(1, tokens.clamp(min=0), (tokens != NONE).to(scores))
+    return (torch.arange(scores.shape[1], device=scores.device) == tokens).to(scores)
 
 def token_drawn(scores, rand):
     return one_hot(draw(scores.softmax(dim=1), rand(len(scores), 1)), scores)
@@ -999,13 +1005,19 @@ def shared_noise(seed, positions, vocabulary):
     # 52 bits, so that adding one half, which avoids 0 and 1, is exact.
     return gumbel_noise((((x >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52)
 
+def noise_processor(seed):
+    """A logits processor that adds the noise of its position, for a text of one seed."""
+    # Both models and the next steps ask for that of the same few positions.
+    noise = lru_cache(64)(partial(shared_noise, seed))
+    return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])
+
 METHODS = {
     "sequoia": SEQUOIA,
     "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True), distribution),
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
     "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, noise=shared_noise),
+    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, shares_noise=True),
 }
 # At temperature 0 all methods add these tokens.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
@@ -1017,13 +1029,13 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     rand = partial(uniform, generator=generator, device=P.device)
     rows = len(P)
     noise = 0
-    if method.noise:
+    if method.shares_noise:
         seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
-        noise = method.noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
+        noise = shared_noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
     log_Q = never_ruled_out(Q.log()) + noise
-    tokens = method.propose(log_Q, k, rand, rows)
-    rank, R = method.verify(method.wanted(P.log() + noise, rand), log_Q, tokens, rand(rows, k))
-    tokens = torch.cat([tokens, draw(R, rand(rows, 1))], dim=1)
+    tokens = method.propose(log_Q, k, partial(rand, rows))
+    rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(rows, k))
+    tokens = torch.cat([tokens, draw(weights, rand(rows, 1))], dim=1)
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
@@ -1036,6 +1048,210 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #                     Decoder.steps_after                      plans and runs one step after another
 #                         TreeStep.__call__                    section 6
 
+def tree_shape(tree):
+    """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
+    if tree == "auto":
+        return tree
+    if tree == "none":
+        return NO_TREE
+    # A Tree may come from a copy of this file, which transformers makes when it loads a folder.
+    if hasattr(tree, "parents"):
+        return Tree(tree.parents)
+    with contextlib.suppress(TypeError, ValueError):
+        nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
+        if nodes <= MAX_NODES:
+            return nodes, levels
+    raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
+                     f"up to {MAX_NODES} nodes; got {tree!r}")
+
+class Report(NamedTuple):
+    """What a Decoder's last call came to."""
+    tokens: int              # written
+    steps: int               # the first of which is the prompt's pass
+    seconds: float           # of the whole call
+    tree: Tree               # the planner's last choice
+
+    def __str__(self):
+        return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
+                f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per "
+                f"second, tree {self.tree.size}x{self.tree.depth}")
+
+class Decoder:
+    """Decodes one text after another with a target and a draft, behind transformers' `generate`:
+
+        decoder = Decoder(target, draft)
+        decoder.generate(inputs, do_sample=True, temperature=0.6)
+
+    draft        a model of the same vocabulary; not needed if the tree is "none"
+    tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
+                 fastest once it is known, and until then one of 8 nodes and some trials
+    method       a name from METHODS; gumbel, which is like a logits processor, is never captured
+    generator    torch's own by default
+    on_step      is called with each Step; a text's first is the prompt's pass
+    cuda_graph   whether a GPU captures the step
+
+    It keeps caches, plan and graph, so its models must not change (`pack` them before), and texts come one at
+    a time. Logits processors must be functions of the ids and scores they are given, because they are also
+    called for nodes that are then rejected. `report` is a Report on the last call. Raises ValueError for
+    unfit models."""
+
+    def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
+                 cuda_graph=True):
+        self.tree = tree_shape(tree)
+        if draft is None and self.tree != NO_TREE:
+            raise ValueError("no draft: pass it by name, to generate as assistant_model=draft, to Decoder as "
+                             "draft=draft; or pass tree='none', which needs none")
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        self.method = METHODS[method]
+        self.generator = generator
+        self.on_step = on_step or (lambda step: None)
+        # For each way of sampling: children are then accepted more or less often.
+        self.planners = collections.defaultdict(partial(Planner, self.tree))
+        used = [target] if self.tree == NO_TREE else [target, draft]
+        for model in used:
+            check_fit(model)
+        self.models = [CachedModel(model) for model in used]
+        self.target = self.models[0]
+        self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
+        if target.training:
+            raise ValueError("the target is in training mode: call its eval()")
+        sizes = sorted(model.vocabulary for model in self.models)
+        if sizes[0] < 0.9 * sizes[-1] or self.draft.store.device != self.target.store.device:
+            raise ValueError(f"target and draft must share a vocabulary, here {sizes} tokens, and a device")
+        # An offloaded model's pass needs the host.
+        is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
+        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
+        # gumbel draws only a text's seed from the caller's generator. The steps' other numbers come from one
+        # of their own, so that the next text's seed does not depend on this one's trees.
+        self.step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
+        self.probed = False
+        self.tree_step = self.step_key = self.report = None
+
+    def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
+                 stop_strings=None, stopping_criteria=(), **kwargs):
+        """`target.generate` with its arguments. inputs: ids, (1, length), or all that a tokenizer returns."""
+        if isinstance(inputs, Mapping):
+            kwargs = {**inputs, **kwargs}
+            inputs = None
+        # `generate` does not hand a streamer and a tokenizer on to a custom_generate, so they are used here.
+        criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
+        if stop_strings:
+            if not tokenizer:
+                raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
+            criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+        return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria,
+                                          custom_generate=partial(self, streamer=streamer), **kwargs)
+
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
+                 streamer=None, **arguments):
+        """What `generate` calls: ids, (1, length) -> (1, longer)."""
+        begun = time.perf_counter()
+        if model is not self.target.model:
+            raise ValueError("this Decoder was made for another target")
+        check_call(self.target, input_ids, generation_config, arguments)
+        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
+        method = self.method if generation_config.do_sample else GREEDY
+        processors = [*logits_processor]
+        if method.shares_noise:
+            seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
+            processors.append(noise_processor(seed))
+        max_length = stopping_criteria.max_length or sys.maxsize
+        sampling = Sampling(method, processors, ends, max_length)
+        planner = self.planners[sampling.settings]
+        stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
+        stream(input_ids)
+        text = input_ids[0].to(model.device).long()
+        steps = 0
+
+        def tokens_after(prompt):
+            nonlocal steps
+            for step in self.steps_after(prompt, sampling, planner):
+                self.on_step(step)
+                steps += 1
+                yield from step.tokens
+
+        for token in tokens_after(text):
+            if token == NONE:
+                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
+                                 "out every token")
+            text = torch.cat([text, text.new_tensor([token])])
+            stream(text[-1:])
+            # Criteria are asked after every token, because accepted ones may go on behind the end.
+            if stopping_criteria(text[None], None):
+                break
+        if streamer is not None:
+            streamer.end()
+        seconds = time.perf_counter() - begun
+        self.report = Report(len(text) - input_ids.shape[1], steps, seconds, planner.tree)
+        if generation_config.return_dict_in_generate:
+            return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
+        return text[None]
+
+    @torch.inference_mode()
+    def steps_after(self, text, sampling, planner):
+        """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
+        logits = self.target.prefill(text, PROBE_TOKENS)
+        step = TreeStep(NO_TREE, self.models, self.step_generator)(text, sampling, logits[-1:])
+        yield step
+        # Probe only now, so that the first token does not wait for it.
+        if not self.probed:
+            probe(self.target, text, logits)
+            # A shorter prompt tells too little, so the next one is probed, too.
+            self.probed = len(logits) == PROBE_TOKENS
+        draft_is_current = False
+        while True:
+            text = torch.cat([text, text.new_tensor(step.tokens)])
+            left = min(sampling.max_length, self.target.context + 1) - len(text)
+            # At max_length the caller has stopped, so this is the end of the context.
+            if left <= 0:
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
+                                 f"longrope its original length, because beyond it all earlier keys would be "
+                                 f"rotated again): lower max_new_tokens")
+            tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
+            tree_step = self.step_for(tree, len(text), left, sampling)
+            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
+            has_draft = len(tree_step.models) > 1
+            if has_draft and not draft_is_current:
+                self.draft.prefill(text[:-1])
+                if text.is_cuda:
+                    torch.cuda.synchronize(text.device)                 # so that the step alone is timed
+            draft_is_current = has_draft
+            step = tree_step(text, sampling)
+            planner.learn(step)
+            yield step
+
+    def step_for(self, tree, length, left, sampling):
+        """The TreeStep for a tree, after a text of this length to which `left` tokens can be added. The last
+        one is kept, because it may hold a graph, as long as it fits the tree, the caches and the sampling."""
+        capacities = [model.reserve(length + tree.size) for model in self.models]
+        if tree.depth > left:
+            # A step adds at most one token per level, so the levels behind the end are cut, for this step.
+            cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+            return TreeStep(cut, self.models, self.step_generator)
+        key = tree, capacities, sampling.settings
+        if key != self.step_key:
+            # Let go of the old step first, so that its memory can be used again.
+            self.tree_step = self.step_key = None
+            is_static = self.cuda_graph and not sampling.reads_text
+            self.tree_step = TreeStep(tree, self.models, self.step_generator, is_static)
+            self.step_key = key
+        return self.tree_step
+
+def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
+             method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
+    """`model.generate` with its arguments, by a Decoder made for one call:
+
+        sequoia.generate(target, inputs, assistant_model=draft, max_new_tokens=40, do_sample=True)
+
+    inputs: the ids of one text, (1, length), or all that a tokenizer returns. stop_strings need tokenizer=,
+    too. For the others see `Decoder`. Returns the whole text's ids, (1, longer), or `sequences` in a dict.
+    Raises ValueError for anything that cannot be done, such as several texts, beams, or scores. transformers
+    also finds this function, as a folder's custom_generate/generate.py."""
+    decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
+    return decoder.generate(inputs, generation_config, **kwargs)
+
+# What is refused: models (`check_fit`, and `probe` by their numbers) and calls.
 def check_fit(model):
     """Raises ValueError for a kind of model that cannot be fed trees. `probe` finds out more."""
     name = type(model).__name__
@@ -1098,7 +1314,7 @@ def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
     length, context, vocabulary = ids.shape[1], target.context, target.vocabulary
     mode = config.get_generation_mode()
-    refused = {
+    reasons = {
         mode: mode not in ("greedy_search", "sample", "assisted_generation"),
         "guidance_scale": (config.guidance_scale or 1) != 1,
         "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
@@ -1107,219 +1323,21 @@ def check_call(target, ids, config, arguments):
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
         f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
-    refused |= {name: getattr(config, name, None) for name in OUTPUTS}
-    # An argument that is not given arrives as None, or as an empty dictionary.
-    given = {name: value for name, value in arguments.items() if value is not None and value != {}}
-    refused |= {name: name not in FROM_GENERATE for name in given}
-    # These may be given if they say what holds without them.
+    refused = [reason for reason, holds in reasons.items() if holds]
+    refused += [name for name in OUTPUTS if getattr(config, name, None)]
+    # These may be given, but only with their default values.
     positions = torch.arange(length, device=ids.device)
     usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
-    refused |= {f"{name} like these": given[name].shape[-1] != length or (given[name] != value).any()
-                for name, value in usual.items() if name in given}
-    reasons = [reason for reason, holds in refused.items() if holds]
-    if reasons:
-        raise ValueError(f"not supported: {', '.join(reasons)}")
-
-def tree_shape(tree):
-    """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
-    if tree == "auto":
-        return tree
-    if tree == "none":
-        return NO_TREE
-    # A Tree may come from a copy of this file, which transformers makes when it loads a folder.
-    if hasattr(tree, "parents"):
-        return Tree(tree.parents)
-    with contextlib.suppress(TypeError, ValueError):
-        nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
-        if nodes <= MAX_NODES:
-            return nodes, levels
-    raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
-                     f"up to {MAX_NODES} nodes; got {tree!r}")
-
-class Report(NamedTuple):
-    """What a Decoder's last call came to."""
-    tokens: int              # written
-    steps: int               # the target's passes, with that over the prompt
-    seconds: float           # of the whole call
-    tree: Tree               # the planner's last choice
-
-    def __str__(self):
-        return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
-                f"{self.tokens / self.steps:.2f} tokens per step, {self.tokens / self.seconds:.1f} per "
-                f"second, tree {self.tree.size}x{self.tree.depth}")
-
-class Decoder:
-    """Decodes one text after another with a target and a draft, behind transformers' `generate`:
-
-        decoder = Decoder(target, draft)
-        decoder.generate(inputs, do_sample=True, temperature=0.6)
-
-    draft        a model of the same vocabulary; not needed if the tree is "none"
-    tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest once it is known, and until then one of 8 nodes and some trials
-    method       a name from METHODS; gumbel, which is like a logits processor, is never captured
-    generator    torch's own by default
-    on_step      is called with each Step; a text's first is the prompt's pass
-    cuda_graph   whether a GPU captures the step
-
-    It keeps caches, plan and graph, so its models must not change (`pack` them before), and texts come one at
-    a time. Logits processors must be functions of the ids and scores they are given, because they are also
-    called for nodes that are then rejected. `report` is a Report on the last call. Raises ValueError for
-    unfit models."""
-
-    def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
-                 cuda_graph=True):
-        self.tree = tree_shape(tree)
-        if draft is None and self.tree != NO_TREE:
-            raise ValueError("no draft: pass it by name, to generate as assistant_model=draft, to Decoder as "
-                             "draft=draft; or pass tree='none', which needs none")
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        self.method = METHODS[method]
-        self.generator = generator
-        self.on_step = on_step or (lambda step: None)
-        # For each way of sampling: children are then accepted more or less often.
-        self.planners = collections.defaultdict(partial(Planner, self.tree))
-        used = [target] if self.tree == NO_TREE else [target, draft]
-        for model in used:
-            check_fit(model)
-        self.models = [CachedModel(model) for model in used]
-        self.target = self.models[0]
-        self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
-        if target.training:
-            raise ValueError("the target is in training mode: call its eval()")
-        sizes = sorted(model.vocabulary for model in self.models)
-        if sizes[0] < 0.9 * sizes[-1] or self.draft.store.device != self.target.store.device:
-            raise ValueError(f"target and draft must share a vocabulary, here {sizes} tokens, and a device")
-        # An offloaded model's pass needs the host.
-        is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
-        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        self.seed = torch.zeros(1, dtype=torch.long, device=target.device)
-        # Where a seed names the noise, a text takes that seed alone from the caller's generator, so that the
-        # next text's does not depend on this one's trees.
-        self.step_generator = torch.Generator(target.device) if self.method.noise else generator
-        self.probed = False
-        self.tree_step = self.step_key = self.report = None
-
-    def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
-                 stop_strings=None, stopping_criteria=(), **kwargs):
-        """`target.generate` with its arguments. inputs: ids, (1, length), or all that a tokenizer returns."""
-        if isinstance(inputs, Mapping):
-            kwargs = {**inputs, **kwargs}
-            inputs = None
-        # `generate` does not hand a streamer and a tokenizer on to a custom_generate, so they are used here.
-        criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
-        if stop_strings:
-            if not tokenizer:
-                raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
-            criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-        return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria,
-                                          custom_generate=partial(self, streamer=streamer), **kwargs)
-
-    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
-                 streamer=None, **arguments):
-        """What `generate` calls: ids, (1, length) -> (1, longer)."""
-        begun = time.perf_counter()
-        if model is not self.target.model:
-            raise ValueError("this Decoder was made for another target")
-        check_call(self.target, input_ids, generation_config, arguments)
-        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
-        method = self.method if generation_config.do_sample else GREEDY
-        self.seed.random_(generator=self.generator)
-        max_length = stopping_criteria.max_length or sys.maxsize
-        sampling = Sampling(method, logits_processor, ends, max_length, self.seed)
-        planner = self.planners[sampling.settings]
-        stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
-        stream(input_ids)
-        text = input_ids[0].to(model.device).long()
-        steps = 0
-
-        def tokens_after(prompt):
-            nonlocal steps
-            for step in self.steps_after(prompt, sampling, planner):
-                self.on_step(step)
-                steps += 1
-                yield from step.tokens
-
-        for token in tokens_after(text):
-            if token == NONE:
-                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
-                                 "out every token")
-            text = torch.cat([text, text.new_tensor([token])])
-            stream(text[-1:])
-            # Criteria are asked after every token, because accepted ones may go on behind the end.
-            if stopping_criteria(text[None], None):
-                break
-        if streamer is not None:
-            streamer.end()
-        seconds = time.perf_counter() - begun
-        self.report = Report(len(text) - input_ids.shape[1], steps, seconds, planner.tree)
-        if generation_config.return_dict_in_generate:
-            return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
-        return text[None]
-
-    @torch.inference_mode()
-    def steps_after(self, text, sampling, planner):
-        """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
-        logits = self.target.prefill(text, PROBE_TOKENS)
-        step = TreeStep(NO_TREE, self.models, self.step_generator)(text, sampling, logits[-1:])
-        yield step
-        # Probe only now, so that the first token does not wait for it.
-        if not self.probed:
-            probe(self.target, text, logits)
-            # A shorter prompt tells too little, so the next one is probed, too.
-            self.probed = len(logits) == PROBE_TOKENS
-        draft_is_current = False
-        while True:
-            text = torch.cat([text, text.new_tensor(step.tokens)])
-            left = min(sampling.max_length, self.target.context + 1) - len(text)
-            # At max_length the caller has stopped, so this is the end of the context.
-            if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
-                                 f"longrope its original length, because beyond it all earlier keys would be "
-                                 f"rotated again): lower max_new_tokens")
-            tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
-            tree_step = self.step_for(tree, len(text), left, sampling)
-            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
-            has_draft = len(tree_step.models) > 1
-            if has_draft and not draft_is_current:
-                self.draft.prefill(text[:-1])
-                # Reading a value waits for the GPU, so that the step alone is timed.
-                text.tolist()
-            draft_is_current = has_draft
-            step = tree_step(text, sampling)
-            planner.learn(step)
-            yield step
-
-    def step_for(self, tree, length, left, sampling):
-        """The TreeStep for a tree, after a text of this length to which `left` tokens can be added. The last
-        one is kept, because it may hold a graph, as long as it fits the tree, the caches and the sampling."""
-        capacities = [model.reserve(length + tree.size) for model in self.models]
-        if tree.depth > left:
-            # A step adds at most one token per level, so the levels behind the end are cut.
-            cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
-            return TreeStep(cut, self.models, self.step_generator)
-        key = tree, capacities, sampling.settings
-        if key != self.step_key:
-            # Let go of the old step first, so that its memory can be used again.
-            self.tree_step = self.step_key = None
-            is_static = self.cuda_graph and not sampling.reads_text
-            self.tree_step = TreeStep(tree, self.models, self.step_generator, is_static)
-            self.step_key = key
-        return self.tree_step
-
-def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
-             method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
-    """`model.generate` with its arguments, by a Decoder made for one call:
-
-        sequoia.generate(target, inputs, assistant_model=draft, max_new_tokens=40, do_sample=True)
-
-    inputs: the ids of one text, (1, length), or all that a tokenizer returns. stop_strings need tokenizer=,
-    too. For the others see `Decoder`. Returns the whole text's ids, (1, longer), or `sequences` in a dict.
-    Raises ValueError for anything that cannot be done, such as several texts, beams, or scores. transformers
-    also finds this function, as a folder's custom_generate/generate.py."""
-    decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
-    return decoder.generate(inputs, generation_config, **kwargs)
+    for name, value in arguments.items():
+        # An argument that is not given arrives as None, or as an empty dictionary.
+        if value is None or value == {}:
+            continue
+        if name not in FROM_GENERATE:
+            refused.append(name)
+        if name in usual and (value.shape[-1] != length or (value != usual[name]).any()):
+            refused.append(f"{name} like these")
+    if refused:
+        raise ValueError(f"not supported: {', '.join(refused)}")
 
 # --- 10  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
 # Linear layers with at most this many weights are not packed, because in float32 oneDNN would be slower.
@@ -1343,7 +1361,7 @@ def pack_linear(layer):
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
-def outputs(run, examples):
+def run_all(run, examples):
     # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
     for store, *_ in examples:
         store.zero_()
@@ -1361,7 +1379,7 @@ def traced(cached, examples, expected):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         # Otherwise TorchScript would optimise it again for every new shape.
         run = torch.jit.optimized_execution(False)(trace.forward)
-        if all(map(torch.equal, outputs(run, examples), expected)):
+        if all(map(torch.equal, run_all(run, examples), expected)):
             return run
     return cached.forward
 
@@ -1379,7 +1397,7 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens. For the last one the cache is larger, so they
+    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens, the last one with a larger cache. So they
     # differ in all that may vary.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
@@ -1388,13 +1406,13 @@ def pack(model):
         place = layout.place(torch.tensor([base]), base + 15)
         masks = cached.masks_from_base(layout)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place, *masks))
-    before = torch.cat(outputs(cached.forward, examples))
+    before = torch.cat(run_all(cached.forward, examples))
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.
         if type(layer) is nn.Linear and layer.weight.numel() > SMALL[model.dtype]:
             if not layer.weight.is_mkldnn:
                 pack_linear(layer)
-    packed = outputs(cached.forward, examples)
+    packed = run_all(cached.forward, examples)
     if not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm():
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     model._sequoia_pass = traced(cached, examples, packed)
@@ -1513,16 +1531,17 @@ def explain(draft, tree, tokenizer, generator, target, input_ids, logits_process
             generation_config, **arguments):
     """Decodes by `step_plainly`, with a model's pass for each text, and prints each step. `generate` calls it
     as it calls a Decoder."""
-    # Greedy decoding is the limit of low temperatures.
-    last = [] if generation_config.do_sample else [TemperatureLogitsWarper(1e-6)]
-    sampling = Sampling(SEQUOIA, [*logits_processor, *last])
+    sampling = Sampling(SEQUOIA, logits_processor)
     target, draft = CachedModel(target), CachedModel(draft)
 
     def scores(model, is_draft, text):
-        # As everywhere, a draft's vocabulary may be padded to another length.
-        logits = pad(model.prefill(text), (0, target.vocabulary - model.vocabulary), value=RULED_OUT)
+        logits = widened(model.prefill(text), target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-        # `step_plainly` wants a draft's probabilities above 0.
+        if not generation_config.do_sample:
+            # Greedy decoding is the limit of low temperatures. The draft may have any, and needs one at which
+            # its second choices are not all alike.
+            shaped = shaped / (0.03 if is_draft else 1e-6)
+        # What `step_plainly` asks of a draft.
         return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
 
     text = input_ids[0]
