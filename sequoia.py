@@ -26,11 +26,10 @@ its line here, because this must stay true, and test_sequoia.py fails if it does
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
     4 best trees            no other tree of that size and depth has more expected tokens
-    5 many nodes            does for many nodes what `verify_one_node` does for one
+    5 many nodes, 8 others  for each of many nodes the token follows the target's distribution, too
     6 a step                a node's logits depend on its path alone; moved entries equal a fresh pass's; a
                             step adds what `step_plainly` adds from the same numbers, also as a CUDA graph
     7 the planner           on simulated machines, even noisy ones, its tree comes near the fastest
-    8 other methods         the token follows the target's distribution, too
     9 behind `generate`     the same text up to rounding (sampled, the same distribution), or an error
     10 faster passes        offloaded: the same numbers; packed: up to rounding; traced: exactly as packed
 
@@ -63,7 +62,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
 # have one element more than the tree has nodes.
 NONE = -1
 
-# --- 1  Token trees (paper 3.1) ---------------------------------------------------------------------------
+# --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
 @dataclass(unsafe_hash=True)         # a tree is never changed
 class Tree:
     """The shape of a token tree: for each node, the index of its parent.
@@ -117,16 +116,14 @@ def chain(length):
     return sequences(1, length)
 
 def sequences(k, length):
-    """The root and `k` sequences of `length` tokens, SpecInfer's tree: `sequences(2, 2)` is
-    Tree([-1, 0, 0, 1, 2])."""
+    """`k` sequences of `length` tokens, SpecInfer's tree: sequences(2, 2) is Tree([-1, 0, 0, 1, 2])."""
     return Tree([NONE] + [max(0, node - k) for node in range(1, k * length + 1)])
 
 def k_ary(k, depth):
-    """The full tree of `depth` levels, where every node above the last one has `k` children: `k_ary(2, 3)` is
-    Tree([-1, 0, 0, 1, 1, 2, 2])."""
+    """The full tree of `depth` levels, `k` children each: k_ary(2, 3) is Tree([-1, 0, 0, 1, 1, 2, 2])."""
     return Tree([NONE] + [(node - 1) // k for node in range(1, sum(k**level for level in range(depth)))])
 
-# --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ----------------------------------------------------------
+# --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -math.inf                            # never proposed and never drawn
@@ -165,8 +162,8 @@ def draw(weights, u):
     numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
 
     The weights' running sums cut the line from 0 to their total into pieces, of which token i has that from
-    sums[i - 1] up to, but without, sums[i]. So a random point on it, u times the total, never falls on a token
-    without weight."""
+    sums[i - 1] up to, but without, sums[i]. So a random point on the line, u times the total, never falls on
+    a token without weight."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
@@ -177,7 +174,7 @@ def never_ruled_out(log_Q):
     15), because the target may want them. A draft that says NaN or inf is useless, but the text can go on."""
     return log_Q.nan_to_num(nan=UNLIKELY, posinf=-UNLIKELY, neginf=UNLIKELY)
 
-# --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) ----------------------------------
+# --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
 # and a vocabulary of three tokens:
 #
@@ -226,10 +223,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
     must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
-    in float64 they become a probability of about 0. say, word: see `verify_one_node`.
-
-    No node may have more children than there are tokens. Greedy decoding is the limit of a temperature, by
-    which all scores are divided, that goes to 0."""
+    in float64 they become a probability of about 0. No node may have more children than there are tokens.
+    Greedy decoding is the limit of dividing all scores by less and less. say, word: see `verify_one_node`."""
     # 1. Random numbers, in the order in which section 6 draws them: for each level a row of noise to propose
     # children by; and for each node's children numbers to accept or reject by. The nodes of a level can share
     # noise, because only one of them is reached, and earlier levels alone decide which.
@@ -263,7 +258,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
     return torch.cat([texts[node][len(text) :], last])
 
-# --- 4  The best tree (paper 3.1, Algorithm 1) ------------------------------------------------------------
+# --- 4  The best tree (paper 3.1, Algorithm 1) --------------------------------------------------------------
 def expected_tokens(tree, acceptance_rates):
     """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). acceptance_rates: see
     `optimal_tree`.
@@ -311,7 +306,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
         for rank in reversed(range(len(row))):
             younger = best
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
-            best = np.maximum(no_child, value.max(axis=1))
+            best = value.max(axis=1)
+            best[0] = 0.0                                       # no nodes
             shares[level, rank] = 1 + value.argmax(axis=1)
     if best[size - 1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
@@ -340,8 +336,7 @@ def checked_rates(acceptance_rates):
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 def propose_different(log_Q, k, rand):
-    """Draws k different children in each row. rand: from n to random numbers, (rows, n), or (1, n) for all
-    rows."""
+    """Draws k different children in each row. rand: from n to random numbers, (rows, n) or (1, n)."""
     return most_likely(log_Q + gumbel_noise(rand(log_Q.shape[1])), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
@@ -387,9 +382,8 @@ SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. (Any draft
-# is lossless, if the scores that propose are those that verify.)
-#
-# What these rule out of a draft is only lowered, because the target may keep it.
+# is lossless, if the scores that propose are those that verify.) What the following ones rule out of a draft
+# is only lowered, because the target may keep it.
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # These never look at the text. Any other processor might, so it is called node by node, each time with the
 # node's own text, which is slower and cannot be captured as a CUDA graph.
@@ -467,12 +461,10 @@ class Sampling:
 # writes the same entry twice.
 
 class DraftPass(NamedTuple):
-    """What grows one level. For the tree above, where previous has the number 4, the tree's size:
-
-                                                                       first pass  second pass"""
-    parents: Tensor     # the nodes of the level above with children   [0]         [1]
-    fed: Tensor         # the draft is fed these, first also previous  [4, 0]      [1]
-    children: Tensor    # of each parent, padded with NONE             [[1, 2]]    [[3]]
+    """What grows one level. On the right both passes for the tree above, where previous has the number 4."""
+    parents: Tensor          # the nodes of the level before with children       [0]         [1]
+    fed: Tensor              # the draft is fed these, and first also previous   [4, 0]      [1]
+    children: Tensor         # of each parent, padded with NONE                  [[1, 2]]    [[3]]
 
 class Place(NamedTuple):
     """Where the nodes of a tree and previous stand in a cache, and what their pass reads."""
@@ -600,7 +592,7 @@ class CachedModel:
                 for window in self.windows.values()]
 
     def logits(self, tokens, nodes, place, masks):
-        """One pass over some nodes, (nodes,), of a tree. tokens: of all its nodes and previous, (size + 1,).
+        """One pass over some nodes, (nodes,), of a tree. tokens: those of all its nodes, and then previous.
         masks: `masks_from_base`. Returns (nodes, V)."""
         return self.run(self.store, tokens, nodes, *place, *masks)
 
@@ -636,24 +628,6 @@ class CachedModel:
         # The root alone stands there already.
         if len(path) > 1:
             self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
-
-def widened(logits, vocabulary):
-    """Logits, (rows, V), for a vocabulary of another length, because a draft's may be padded otherwise."""
-    missing = vocabulary - logits.shape[1]
-    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
-
-def walk(layout, try_children):
-    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
-    draw the token after them, (1, V). try_children: from a slice of the nodes and their children to ranks and
-    weights, as `verify_nodes` returns them."""
-    path = [0]
-    while True:
-        node = path[-1]
-        children = layout.tree.children[node]
-        rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
-        if rank == len(children):
-            return torch.cat([layout.nodes[node : node + 1] for node in path]), weights
-        path.append(children[rank])
 
 class Step(NamedTuple):
     """What one step did."""
@@ -708,8 +682,7 @@ class TreeStep:
             self.graph.replay()
         else:
             self.result = self.on_device(text, sampling, logits)
-        # If static, this is the one copy to the host.
-        node, token, *node_tokens = self.result.tolist()
+        node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         seconds = time.perf_counter() - begun if is_timed else None
         return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, seconds)
 
@@ -775,6 +748,19 @@ class TreeStep:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
 
+def walk(layout, try_children):
+    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
+    draw the token after them, (1, V). try_children: from a slice of the nodes and their children to ranks and
+    weights, as `verify_nodes` returns them."""
+    path = [0]
+    while True:
+        node = path[-1]
+        children = layout.tree.children[node]
+        rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
+        if rank == len(children):
+            return torch.cat([layout.nodes[node : node + 1] for node in path]), weights
+        path.append(children[rank])
+
 def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
     rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If in the
@@ -791,7 +777,12 @@ def walk_without_branches(layout, try_children):
         path.append(torch.maximum(path[-1], reached))
     return torch.cat(path), weights[path[-1]]
 
-# --- 7  The planner (paper 4.1) ---------------------------------------------------------------------------
+def widened(logits, vocabulary):
+    """Logits, (rows, V), for a vocabulary of another length, because a draft's may be padded otherwise."""
+    missing = vocabulary - logits.shape[1]
+    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
+
+# --- 7  The planner (paper 4.1) -----------------------------------------------------------------------------
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
