@@ -284,8 +284,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
 
     best[k][n]: the most expected tokens that n nodes add below one node, if they are its children of rank k,
-    k + 1, ... and their descendants. Child k and those below it are m of them, its younger siblings get the
-    rest:
+    k + 1, ... and their descendants. Child k and its own are m of them, its younger siblings' the rest:
 
         best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
 
