@@ -606,7 +606,7 @@ def rejection_rates(method, temperature, logits):
             noise = sequoia.shared_noise(seed, torch.arange(len(p), device=p.device)[:, None], p.shape[1])
             p += noise
             q += noise
-        random = functools.partial(sequoia.uniform, len(q), generator=generator, device=q.device)
+        random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
         tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
         for j, k in enumerate(CHILDREN):
             # SpecTr's ratios depend on how many children there are, so each k is verified by itself.

@@ -59,7 +59,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "step_plainly", "verify_one_node"]
 
 # No parent, no child, no token. As an index -1 means the last element, so tensors that may be indexed by NONE
-# have one element more than the tree has nodes.
+# have a last element for it.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -127,10 +127,10 @@ def k_ary(k, depth):
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -math.inf                            # never proposed and never drawn
-# A draft must propose anything that the target may want, so its own scores fall, but stay finite:
-FAR_BELOW = 100                                  # so much lower where top-k, top-p or min-p rule a token out
-UNLIKELY = -1000                                 # where the draft gives probability 0
-TRIED = torch.finfo(torch.float32).min           # where the token was proposed before, and rejected
+# A draft's scores stay finite instead, because the target may want any token. Such a token then comes late:
+FAR_BELOW = 100                                  # is subtracted where top-k, top-p or min-p rule a token out
+UNLIKELY = -1000                                 # stands where the draft gives probability 0
+TRIED = torch.finfo(torch.float32).min           # stands where a token was proposed before, and rejected
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -143,8 +143,8 @@ def gumbel_noise(u):
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
     is drawn in the same way from the other tokens. The earliest times are the largest log p_i - log E_i. The
-    53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, so a u that close to 1, but the largest
-    u in float32 is still 6e-8 away from it."""
+    53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, so a u that is 1e-9 below 1, but the
+    largest in float32 is 6e-8 below it."""
     E = -u.log()
     return -E.float().log()
 
@@ -280,7 +280,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens (Algorithm 1).
 
     acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, which need
-    not fall; or (levels, ranks), a row for each level of that node, of which deeper levels use the last.
+    not fall; or (levels, ranks), row i for nodes on level i, and the last row also for deeper ones.
     Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
 
     best[k][n]: the most expected tokens that n nodes add below one node, if they are its children of rank k,
@@ -335,8 +335,8 @@ def checked_rates(acceptance_rates):
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 def propose_different(log_Q, k, rand):
-    """Draws k different children in each row. rand: from n to random numbers, (rows, n) or (1, n)."""
-    return most_likely(log_Q + gumbel_noise(rand(log_Q.shape[1])), k)
+    """Draws k different children in each row. rand: like `uniform`, from rows and n to random numbers."""
+    return most_likely(log_Q + gumbel_noise(rand(*log_Q.shape)), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
     """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and where no child is accepted the
@@ -349,7 +349,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         s = tokens[:, rank, None].clamp(min=0)                                              # (rows, 1)
         exists = tokens[:, rank, None] != NONE
         # The softmax normalises what is left of the draft. Instead of dividing R by its sum we multiply D by
-        # it, which leaves R / D as it is. A missing child takes nothing from R.
+        # it, so R / D and the form of R - D stay. A missing child takes nothing from R.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -466,17 +466,20 @@ class DraftPass(NamedTuple):
     children: Tensor         # of each parent, padded with NONE                  [[1, 2]]    [[3]]
 
 class Place(NamedTuple):
-    """Where the nodes of a tree and previous stand in a cache, and what their pass reads."""
+    """Where the nodes of a tree and previous stand in a cache, and which slots their pass reads."""
     slots: Tensor            # (size + 1,)
     positions: Tensor        # (size + 1,)
-    columns: Tensor          # (visible,): for the slots that are read, slot minus base
+    mask: Tensor             # see `Layout`
+    columns: Tensor          # (visible,): for each slot that is read, its column of the mask
+    read_positions: Tensor   # (visible,): and its position
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
         slot_offsets      [0, 1, 2, 3, -1]               slot minus base; the last element is previous
         position_offsets  [0, 1, 1, 2, -1]               position minus base, likewise
-        mask              (size + 1, size)               which nodes a node sees; previous sees none
+        mask              [[0, -inf, -inf, -inf, -inf, 0], ..]  (size + 1, size + 2), 0 for what a node sees:
+                                                         of all nodes, then of a free slot, last of the text
         children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         passes            a `DraftPass` for each level but the root's"""
 
@@ -491,7 +494,9 @@ class Layout:
         self.nodes = torch.arange(size, device=device)
         self.slot_offsets = ids([*range(size), -1])
         self.position_offsets = ids([*tree.depths, -1])
-        self.mask = pad(tree.mask, (0, 0, 0, 1)).to(device)
+        seen = pad(tree.mask, (0, 2, 0, 1))
+        seen[:, -1] = True
+        self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
         for level in range(tree.depth - 1):
@@ -501,8 +506,13 @@ class Layout:
 
     def place(self, base, visible):
         """The tree with its root in slot `base`, (1,), where the first `visible` slots are read."""
-        columns = torch.arange(visible, device=base.device) - base
-        return Place(base + self.slot_offsets, base + self.position_offsets, columns)
+        slots = base + self.slot_offsets
+        positions = base + self.position_offsets
+        read = torch.arange(visible, device=base.device)
+        # -1, the last column, for the slots before base; then the nodes'; then that of a free slot.
+        columns = (read - base).clamp(-1, self.tree.size)
+        # In the text a slot is its position.
+        return Place(slots, positions, self.mask, columns, read.index_copy(0, slots[:-1], positions[:-1]))
 
 def context_of(config):
     """The most tokens that a model can be fed."""
@@ -531,10 +541,10 @@ class CachedModel:
         # `pack` in section 10 leaves a faster form of `forward` with the model.
         self.run = getattr(model, "_sequoia_pass", self.forward)
         config = model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None) or sys.maxsize
+        window = getattr(config, "sliding_window", None)
         # A model whose layers are all alike may name no kind.
         kinds = getattr(config, "layer_types", None) or ["every layer"]
-        self.windows = {kind: sys.maxsize if kind == "full_attention" else window for kind in kinds}
+        self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
@@ -572,30 +582,12 @@ class CachedModel:
             stored[: states.shape[0], : len(text), : states.shape[2]] = states
         return output.logits[0, -last:]
 
-    def masks_from_base(self, layout):
-        """What nodes see, as masks that fit any step, because it depends on a slot's distance from `base`
-        alone: for each kind of layer (size + 1, 2 * capacity). Column i is slot base + i, also for a negative
-        i, because an index of -1 is the last column. If there is room for 4 tokens, the columns thus are
-
-            base + [0, 1, 2, 3, -4, -3, -2, -1]"""
-        capacity, size = self.store.shape[2], layout.tree.size
-        offsets = torch.arange(-capacity, capacity, device=layout.mask.device).roll(capacity)
-        # Every node sees the text, and in the tree its ancestors and itself.
-        seen = (offsets < 0).repeat(size + 1, 1)
-        seen[:, :size] = layout.mask
-        # A window counts positions. In the text these are the slots, and free slots are not seen.
-        positions = offsets.clone()
-        positions[:size] = layout.position_offsets[:-1]
-        distance = layout.position_offsets[:, None] - positions
-        return [torch.where(seen & (distance < window), 0.0, RULED_OUT).to(self.store)
-                for window in self.windows.values()]
-
-    def logits(self, tokens, nodes, place, masks):
+    def logits(self, tokens, nodes, place):
         """One pass over some nodes, (nodes,), of a tree. tokens: those of all its nodes, and then previous.
-        masks: `masks_from_base`. Returns (nodes, V)."""
-        return self.run(self.store, tokens, nodes, *place, *masks)
+        Returns (nodes, V)."""
+        return self.run(self.store, tokens, nodes, *place)
 
-    def forward(self, store, tokens, nodes, slots, positions, columns, *masks):
+    def forward(self, store, tokens, nodes, slots, positions, mask, columns, read_positions):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
         them, because a trace would keep using the store that it has seen.)"""
         written, visible = slots[nodes], columns.shape[0]
@@ -612,7 +604,11 @@ class CachedModel:
         # As masks and positions are given, a model asks its cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        masks = [mask[nodes[:, None], columns][None, None] for mask in masks]
+        mask = mask[nodes[:, None], columns][None, None].to(store)
+        # A window counts positions.
+        distance = positions[nodes, None] - read_positions
+        masks = [mask.masked_fill(distance >= window, RULED_OUT) if window else mask
+                 for window in self.windows.values()]
         # A missing child has no id. Past the end of a draft's context all nodes share its last position, and
         # it may guess badly there.
         return self.model(
@@ -655,7 +651,6 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=models[0].store.device)
         self.static = static
         self.layout = Layout(tree, models[0].store.device)
-        self.masks = [model.masks_from_base(self.layout) for model in self.models]
         self.base = torch.zeros_like(self.layout.nodes[:1])
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
         self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
@@ -700,7 +695,7 @@ class TreeStep:
         log_Q = self.grow_tree(scores_of, place, method.propose)
         # 3. The target scores it, in one pass.
         if logits is None:
-            logits = target.logits(tokens, layout.nodes, place, self.masks[0])          # (size, V)
+            logits = target.logits(tokens, layout.nodes, place)                         # (size, V)
         # 4. Algorithm 2 walks down from the root.
         u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
@@ -725,13 +720,13 @@ class TreeStep:
         draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
         log_Q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
         for parents, fed, children in self.layout.passes:
-            logits = draft.logits(tokens, fed, place, self.masks[-1])[-len(parents) :]
+            logits = draft.logits(tokens, fed, place)[-len(parents) :]
             logits = widened(logits, vocabulary)
             guesses = scores_of(logits, True, parents)
             log_Q.index_copy_(0, parents, guesses)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
-            tokens[children] = propose(guesses, children.shape[1], partial(self.rand, 1))
-            # Where there is no child, what was proposed went to the last place.
+            tokens[children] = propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
+            # What was proposed for the padding of children went to the last place.
             tokens[-1].fill_(NONE)
         return log_Q
 
@@ -796,8 +791,8 @@ PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# No trials until the steps so far, in all texts, and the tokens that this text can still get add up to this,
-# because a plan would not make up for their time before the end.
+# Trials start when the steps so far, in all texts, plus the tokens that this text can still get reach this.
+# Before that they would cost more time than a plan could win back.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -858,18 +853,19 @@ class Planner:
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        if self.steps >= self.keep_until:
-            if self.shape != "auto":
-                self.tree = optimal_tree(self.rates(), *self.shape)
-                self.keep_until = max(16, 2 * self.steps)
-            elif waiting := [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]:
-                # A tree that is cut at the text's end tells nothing about the whole one.
-                if self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left:
-                    return waiting[0]
-            else:
-                self.plan_again()
-                return self.next_tree(tokens_left)
-        return self.tree
+        if self.steps < self.keep_until:
+            return self.tree
+        if self.shape != "auto":
+            self.tree = optimal_tree(self.rates(), *self.shape)
+            self.keep_until = max(16, 2 * self.steps)
+            return self.tree
+        waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
+        if not waiting:
+            self.plan_again()
+            return self.next_tree(tokens_left)
+        # A tree that is cut at the text's end tells nothing about the whole one.
+        is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left
+        return waiting[0] if is_worth_it else self.tree
 
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
@@ -880,8 +876,8 @@ class Planner:
             self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
             return
         self.keep_until = 2 * self.steps
-        # The first trials lose their oldest times, which may have been slow. So those that have no more than
-        # they need are timed once more before the next plan.
+        # The first trials lose their oldest times, which may have been slow. One that has too few then is
+        # timed once more before the next plan.
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
 
@@ -916,19 +912,19 @@ class Planner:
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
         chance that it is, because all before it are rejected. They are made to fall, see `plan`."""
         rates = []
-        if_tried = is_tried = 1.0
+        chance_if_tried = chance_tried = 1.0
         for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
             # A child is hardly accepted more often than its elder, so the guess must not say so, either.
-            guess = min(guess, if_tried)
-            if_tried = (accepted + PRIOR_TRIES * guess) / (tried + PRIOR_TRIES)
-            rates.append(is_tried * if_tried)
-            is_tried *= 1 - if_tried
+            guess = min(guess, chance_if_tried)
+            chance_if_tried = (accepted + PRIOR_TRIES * guess) / (tried + PRIOR_TRIES)
+            rates.append(chance_tried * chance_if_tried)
+            chance_tried *= 1 - chance_if_tried
         return np.minimum.accumulate(rates)
 
 # --- 8  Other methods ---------------------------------------------------------------------------------------
 def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
-    return draw(log_Q.softmax(dim=1), rand(k))
+    return draw(log_Q.softmax(dim=1), rand(len(log_Q), k))
 
 def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
@@ -937,11 +933,11 @@ def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
     rho is chosen so that all k children together give token t with probability min(P[t], rho Q[t]):
 
-        one try gives t            with min(P[t] / rho, Q[t]); the sum of this over all t is beta
-        one of k tries gives some  with 1 - (1 - beta)^k; if this equals rho beta, rho times as often as one
-                                   try, then each t is given rho times as often, with min(P[t], rho Q[t])
-        t still lacks              max(P[t] - rho Q[t], 0), the residual; its sum is 1 - rho beta, the chance
-                                   that all tries fail
+        one try gives t        with min(P[t] / rho, Q[t]), so any token with the sum of this, beta
+        k tries give a token   with 1 - (1 - beta)^k, because all of them fail with (1 - beta)^k
+        rho is where           this is rho beta. So k tries give each t rho times as often as one: that is
+                               with min(P[t], rho Q[t])
+        t still lacks          max(P[t] - rho Q[t], 0), the residual. Its sum is the chance that all fail
 
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
     which is at least as much by the union bound."""
@@ -963,7 +959,7 @@ def verify_by_spectr(P, log_Q, tokens, u):
 # The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
 # and the child that is this token is accepted, which is lossless however the children were chosen.
 def verify_by_matching(P, log_Q, tokens, u):
-    # Where no child is that token, it is what P gives.
+    # Where no child is that token, P gives it.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
@@ -1023,7 +1019,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
         seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
         noise = shared_noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
     log_Q = never_ruled_out(Q.log()) + noise
-    tokens = method.propose(log_Q, k, partial(rand, rows))
+    tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(rows, k))
     tokens = torch.cat([tokens, draw(weights, rand(rows, 1))], dim=1)
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
@@ -1268,7 +1264,7 @@ def probe(target, text, logits):
     """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
     last tokens. These are scored again, in a tree beside decoys, and must have the distributions of the
-    prompt's pass, up to rounding. If they are a, b, c, the nodes from 0 to 5 are these:
+    prompt's pass, up to rounding. For a prompt that ends with a, b, c this is the tree, with its numbers:
 
         a0─┬─a1───b3───c5        the decoys
            └─b2───c4             with the root the prompt's own tokens"""
@@ -1280,11 +1276,11 @@ def probe(target, text, logits):
     slots = place.slots[:-1]                                # a short prompt has no previous
     kept = target.store.index_select(2, slots)
     twice = text[-count:].repeat_interleave(2)
-    again = target.logits(twice, layout.nodes, place, target.masks_from_base(layout))
+    again = target.logits(twice, layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
     target.store.index_copy_(2, slots, kept)
-    P, Q = logits.float().softmax(dim=1), again[::2].float().softmax(dim=1)
-    differences = (Q - P).std(dim=1) / P.std(dim=1)
+    P, P_again = logits.float().softmax(dim=1), again[::2].float().softmax(dim=1)
+    differences = (P_again - P).std(dim=1) / P.std(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
     # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
@@ -1394,8 +1390,7 @@ def pack(model):
     for base, count in ((4, 3), (16, 15), (300, 1)):
         cached.reserve(base + 15)
         place = layout.place(torch.tensor([base]), base + 15)
-        masks = cached.masks_from_base(layout)
-        examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place, *masks))
+        examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
     before = torch.cat(run_all(cached.forward, examples))
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.

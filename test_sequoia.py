@@ -156,15 +156,15 @@ def chi_square_tail(observed, expected):
 WITH_REPLACEMENT = ("specinfer", "spectr", "naive")
 FIRST_CHOICES = ("topk", "gumbel")
 
-def random_for(seed, rows):
-    return partial(sequoia.uniform, rows, generator=seeded(seed))
+def random_for(seed):
+    return partial(sequoia.uniform, generator=seeded(seed))
 
 @quick
 @pytest.mark.parametrize("name", ["sequoia", "specinfer"])
 def test_the_largest_scores_plus_noise_are_drawn_without_replacement_and_specinfers_with_it(name):
     n = 50_000
     for Q in distribution([[10, 6, 3, 1], [7, 3, 0, 0], [0, 0, 1, 0], [1, 1, 1, 1]]):
-        tokens = METHODS[name].propose(scores_of(Q).expand(n, 4), 4, random_for(0, n))
+        tokens = METHODS[name].propose(scores_of(Q).expand(n, 4), 4, random_for(0))
         sequences_, chances = all_proposals(Q, 4, name in WITH_REPLACEMENT)
         powers = 4 ** torch.arange(4)
         expected = torch.zeros(4**4, dtype=torch.float64)
@@ -177,7 +177,7 @@ def test_the_largest_scores_plus_noise_are_drawn_without_replacement_and_specinf
 def test_where_fewer_tokens_are_possible_than_children_the_row_ends_with_none(name, k):
     """Also where the vocabulary is smaller than k. With replacement a possible token comes again instead."""
     q = torch.tensor([[0.0, RULED_OUT, 1, RULED_OUT], [RULED_OUT] * 4, [math.nan] * 4])
-    tokens = METHODS[name].propose(q, k, random_for(0, 3))
+    tokens = METHODS[name].propose(q, k, random_for(0))
     assert tokens.shape == (3, k)
     assert (tokens[1:] == NONE).all()
     if name in WITH_REPLACEMENT:
@@ -487,7 +487,7 @@ def test_the_numbers_of_many_nodes_are_those_of_the_plain_algorithm_row_by_row()
     """With the same random numbers: the same rank and residual, never NaN, for all 10,000."""
     for (V, k), (P, Q) in TASKS.items():
         q = scores_of(Q)
-        tokens = METHODS["sequoia"].propose(q, k, random_for(k, len(q)))
+        tokens = METHODS["sequoia"].propose(q, k, random_for(k))
         u = sequoia.uniform(*tokens.shape, seeded(9))
         found, residual = METHODS["sequoia"].verify(P, q, tokens, u)
         ranks = []
@@ -610,8 +610,8 @@ def test_a_layout_is_as_its_docstring_prints_it():
     layout = Layout(Tree([-1, 0, 0, 1]), "cpu")
     assert layout.slot_offsets.tolist() == [0, 1, 2, 3, -1]
     assert layout.position_offsets.tolist() == [0, 1, 1, 2, -1]
-    rows = ["1000", "1100", "1010", "1101", "0000"]
-    assert layout.mask.int().tolist() == [[*map(int, row)] for row in rows]
+    rows = ["x....x", "xx...x", "x.x..x", "xx.x.x", ".....x"]
+    assert layout.mask.tolist() == [[0.0 if sign == "x" else RULED_OUT for sign in row] for row in rows]
     assert layout.children.tolist() == [[1, 2, -1], [3, -1, -1], [-1, -1, -1], [-1, -1, -1]]
     first, second = [[part.tolist() for part in level] for level in layout.passes]
     assert first == [[0], [4, 0], [[1, 2]]]
@@ -702,19 +702,21 @@ def test_masks_show_each_node_the_text_and_its_ancestors_within_the_window(name,
     cached = fed(model_with_window(name, window), text_of(4))
     layout = Layout(ABREAST, "cpu")
     visible = base + ABREAST.size
-    slots, positions, columns = layout.place(torch.tensor([base]), visible)
-    masks = [mask[:, columns] for mask in cached.masks_from_base(layout)]
-    assert slots.tolist() == [*range(base, base + ABREAST.size), base - 1]
-    assert positions.tolist() == [base + depth for depth in ABREAST.depths] + [base - 1]
+    place = layout.place(torch.tensor([base]), visible)
+    slots, positions, *_ = place
+    shown = lambda attention_mask, **rest: SimpleNamespace(logits=[attention_mask])
+    with mock.patch.object(cached, "model", shown):
+        masks = cached.logits(torch.zeros(15).long(), torch.arange(ABREAST.size + 1), place)
+    masks = [mask[0, 0] for mask in (masks.values() if isinstance(masks, dict) else [masks])]
     assert len(masks) == len(cached.windows)
     for (kind, limit), mask in zip(cached.windows.items(), masks):
-        assert (limit == window) == (kind == "sliding_attention" or name == "mistral")
+        assert limit == (window if kind == "sliding_attention" or name == "mistral" else None)
         for node in range(ABREAST.size + 1):
             seen = set(range(base))
             if node < ABREAST.size:
                 seen |= {base + ancestor for ancestor in ABREAST.paths[node]}
             position_of = [*range(base), *positions[:-1].tolist()]
-            near = {slot for slot in seen if positions[node] - position_of[slot] < limit}
+            near = {slot for slot in seen if positions[node] - position_of[slot] < (limit or math.inf)}
             assert {slot for slot in range(visible) if mask[node, slot] == 0} == near
             assert set(mask[node].tolist()) <= {0.0, RULED_OUT}
 
@@ -732,7 +734,7 @@ def test_tree_attention_equals_one_path_at_a_time(name, window):
     tokens = torch.cat([text[-1:], text_of(12, seed=1), text[-2:-1]])
     nodes = torch.randperm(14, generator=seeded(0))
     place = layout.place(torch.tensor([29]), 192)
-    logits = cached.logits(tokens, nodes, place, cached.masks_from_base(layout))
+    logits = cached.logits(tokens, nodes, place)
     for node, row in zip(nodes.tolist(), logits):
         path = tokens[ABREAST.paths[node]] if node < 13 else tokens[:0]
         alone = torch.cat([text[:-1], path])
@@ -913,15 +915,11 @@ class TableModel:
         self.tables = tables
         self.vocabulary = tables[0].shape[1]
 
-    def masks_from_base(self, layout):
-        return layout
-
-    def logits(self, tokens, nodes, place, masks):
-        # The row of previous, which comes last, is not used.
-        paths = [*masks.tree.paths, [0]]
+    def logits(self, tokens, nodes, place):
+        # A node sees its path, from the root on.
+        paths = [row.nonzero()[1:, 0] for row in place.mask[nodes, :-2] == 0]
         tokens = tokens.clamp(min=0)
-        following = [row_of(self.tables, tokens[paths[node][1:]].tolist()) for node in nodes]
-        return torch.stack(following).log()
+        return torch.stack([row_of(self.tables, tokens[path].tolist()) for path in paths]).log()
 
     def move(self, path, slots):
         pass
