@@ -13,7 +13,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
-    p_k          acceptance_rates[k - 1]   an accepted node's k-th child is accepted so often (Definition 3.2)
+    p_k          acceptance_rates[k - 1]   chance that the k-th child is the accepted one (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
@@ -21,8 +21,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each calls only those before it. If you change a section, come back to
-its line here, because this must stay true, and test_sequoia.py fails if it does not:
+Sections 1 to 7 are the method, and each calls only those before it. If you change a section, its line here
+must still hold, which test_sequoia.py checks:
 
     2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
     4 best trees            no other tree of that size and depth has more expected tokens
@@ -161,9 +161,8 @@ def draw(weights, u):
     """Draws tokens independently, with replacement: weights, (rows, V), not negative, and uniform random
     numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
 
-    The weights' running sums cut the line from 0 to their total into pieces, of which token i has that from
-    sums[i - 1] up to, but without, sums[i]. So a random point on the line, u times the total, never falls on
-    a token without weight."""
+    The weights' running sums cut the line from 0 to their total into pieces. Token i owns all points x with
+    sums[i - 1] <= x < sums[i], so a random one, u times the total, never goes to a token without weight."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
@@ -224,7 +223,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
     must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
     in float64 they become a probability of about 0. No node may have more children than there are tokens.
-    Greedy decoding is the limit of dividing all scores by less and less. say, word: see `verify_one_node`."""
+    say, word: see `verify_one_node`."""
     # 1. Random numbers, in the order in which section 6 draws them: for each level a row of noise to propose
     # children by; and for each node's children numbers to accept or reject by. The nodes of a level can share
     # noise, because only one of them is reached, and earlier levels alone decide which.
@@ -668,7 +667,7 @@ class TreeStep:
         self.tokens[-2:-1] = text[-2:][:1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
-        untimed = text.is_cuda + self.static
+        untimed = 2 if self.static else int(text.is_cuda)
         is_timed = logits is None and self.calls > untimed
         if self.static and self.calls == 2:
             self.capture(text, sampling)
@@ -686,11 +685,9 @@ class TreeStep:
         scores_of = partial(sampling.scores, tree=layout.tree, tokens=tokens, text=text)
 
         # 1. The tree takes its place behind the text.
-        visible = len(text) - 1 + layout.tree.size
-        if self.static:
-            # All slots that both caches have. The masks hide the free ones.
-            visible = min(model.store.shape[2] for model in self.models)
-        place = layout.place(self.base, visible)
+        # If shapes are fixed, a pass reads all slots that both caches have, and the mask hides the free ones.
+        capacity = min(model.store.shape[2] for model in self.models)
+        place = layout.place(self.base, capacity if self.static else len(text) - 1 + layout.tree.size)
         # 2. The draft grows the tree.
         log_Q = self.grow_tree(scores_of, place, method.propose)
         # 3. The target scores it, in one pass.
@@ -766,9 +763,9 @@ def walk_without_branches(layout, try_children):
     path = [layout.nodes[:1]]
     reached = path[0]
     for _ in layout.passes:
-        reached = following[reached]
+        reached = following[reached]                                        # 0, then 1, then NONE
         # Children have larger numbers than their parents, and NONE is smaller than any.
-        path.append(torch.maximum(path[-1], reached))
+        path.append(torch.maximum(path[-1], reached))                       # 0, then 1, then 1 again
     return torch.cat(path), weights[path[-1]]
 
 def widened(logits, vocabulary):
@@ -804,7 +801,7 @@ def plan(rates, sizes, t, c):
     likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
     rates = np.asarray(rates)
-    best = (0.0,)
+    best = 0.0, 1, 1, 1.0        # tokens per second, size, depth, and the chance of the least likely node
     # The chances of nodes, on the last level and on all levels, the likeliest first.
     last_level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
@@ -816,7 +813,7 @@ def plan(rates, sizes, t, c):
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
     _, size, depth, least = best
-    # A child of a rank below the least likely node's chance is not in the tree, so this only saves time.
+    # A rank whose rate is below the least likely node's chance has no node, so leaving it out saves time.
     return optimal_tree(rates[rates >= least], size, depth)
 
 def size_to_try(planned, sizes):
@@ -827,7 +824,7 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or between two of them, where t(n) is only interpolated and may bend, unless it is closer than a sixth.
+    # Or between two of them, where t(n) is only interpolated and may bend. Less than a sixth is not worth it.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > planned + max(1, planned // 6) else None
 
@@ -847,7 +844,8 @@ class Planner:
         self.tree = shape
         if not isinstance(shape, Tree):
             self.tree = optimal_tree(self.rates(), *(FIRST if shape == "auto" else shape))
-        # "auto" times its first tree, none, one of the same size with more draft passes, and then others.
+        # The trees that "auto" times: its first one, none, one of the first one's size with more levels, and
+        # later others.
         self.branched, self.straight = self.tree, chain(FIRST[0] - 1)
         self.trials = [self.branched, NO_TREE, self.straight]
 
@@ -885,9 +883,9 @@ class Planner:
         """The timed sizes, t(n) for each, and c."""
         # Noise only adds to a time, so a low quantile comes closest to the time without it.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
-        # The two of one size differ in depth alone, so they give c, and by this choice of c the same t.
-        levels = self.straight.depth - self.branched.depth
-        c = max(0.0, (typical[self.straight] - typical[self.branched]) / levels)
+        # These two have the same size, so their times differ by draft passes alone.
+        passes = self.straight.depth - self.branched.depth
+        c = max(0.0, (typical[self.straight] - typical[self.branched]) / passes)
         t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
@@ -956,8 +954,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
     accepted = exists & (u < P.gather(1, s) / (high * Q.gather(1, s)))
     return first_accepted(accepted), or_else((P - high * Q).clamp(min=0).to(P), P)
 
-# The other methods let the target draw its own token before it sees a child. Then P is 1 there, 0 elsewhere,
-# and the child that is this token is accepted, which is lossless however the children were chosen.
+# With naive, topk and gumbel the target draws its own token before it sees a child. P is 1 there and 0
+# elsewhere, and the child that is this token is accepted, which is lossless however children were chosen.
 def verify_by_matching(P, log_Q, tokens, u):
     # Where no child is that token, P gives it.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
@@ -1195,15 +1193,14 @@ class Decoder:
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
             tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
-            tree_step = self.step_for(tree, len(text), left, sampling)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
-            has_draft = len(tree_step.models) > 1
-            if has_draft and not draft_is_current:
+            drafts = min(tree.depth, left) > 1
+            if drafts and not draft_is_current:
                 self.draft.prefill(text[:-1])
                 if text.is_cuda:
                     torch.cuda.synchronize(text.device)                 # so that the step alone is timed
-            draft_is_current = has_draft
-            step = tree_step(text, sampling)
+            draft_is_current = drafts
+            step = self.step_for(tree, len(text), left, sampling)(text, sampling)
             planner.learn(step)
             yield step
 

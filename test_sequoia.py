@@ -3,7 +3,7 @@
 Exact tests go through every case. Statistical tests are seeded and fail if their counts have a chance below
 1e-9, so a false alarm from any of them has a chance below 1e-6."""
 import collections, contextlib, copy, dataclasses, doctest, functools, heapq, importlib.util, inspect
-import itertools, json, math, os, random, re, shutil, sys, warnings
+import itertools, json, math, os, random, re, runpy, shutil, sys, warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -880,7 +880,7 @@ def assert_steps_as_plainly(models, prompt, trees, sampling, form, seed):
         if number:
             assert_cached(draft, text[:-2])
         # Neither the prompt's pass is timed nor a call that warms up for a capture.
-        assert (step.seconds is None) == (number == 0 or static and run.calls == 1)
+        assert (step.seconds is None) == (number == 0 or static and run.calls < 3)
         assert (run.graph is not None) == (static and form == "captured" and run.calls > 1)
 
 Temperature = transformers.TemperatureLogitsWarper
@@ -1410,6 +1410,16 @@ def test_a_decoder_kept_over_texts_gives_what_a_fresh_one_gives(llama, form):
     assert planners == [1, 1, 2, 3, 4, 5, 6, 7, 7, 7]
 
 @quick
+def test_a_step_is_captured_again_when_the_caches_grow(llama):
+    """A graph goes on with the memory that it was captured with, so the old one would lose the text."""
+    decoder = Decoder(*llama, BUSHY_9)
+    decoder.cuda_graph = True
+    with form_of("captured"):
+        assert_as_generate(decoder, prompt_of(230), max_new_tokens=40)
+    assert decoder.tree_step.graph is not None
+    assert decoder.target.store.shape[2] == 512
+
+@quick
 @pytest.mark.parametrize("form", FORMS)
 def test_the_drafts_cache_may_be_smaller_than_the_targets(llama, form):
     """The probe needs more room behind this prompt than a tree does, so only the target's is doubled."""
@@ -1704,7 +1714,7 @@ REFUSED = {
     "^not supported: several texts": dict(prompt=prompt_of(12).expand(2, 12)),
     "several texts": dict(do_sample=True, num_return_sequences=3), "beam_search": dict(num_beams=2),
     "output_scores": dict(output_scores=True), "output_logits": dict(output_logits=True),
-    "output_attentions": dict(output_attentions=True), "guidance_scale": dict(guidance_scale=1.5),
+    "output_attentions": dict(output_attentions=True), "guidance_scale": dict(guidance_scale=0.5),
     "output_hidden_states": dict(output_hidden_states=True), "banana": dict(banana=1),
     "^not supported: attention_mask": dict(attention_mask=mask_of(0, 1)), "inputs_embeds": dict(
         inputs_embeds=torch.ones(1, 12, 32)),
@@ -2207,6 +2217,8 @@ def test_what_the_parser_refuses_ends_with_2_and_help_says_what_a_seed_fixes(cap
         with pytest.raises(SystemExit, match=str(code)):
             sequoia.main([words])
     told = " ".join(capfd.readouterr().out.split())
+    with mock.patch.object(sys, "argv", ["sequoia.py", "--top-p=2"]), pytest.raises(SystemExit, match="2"):
+        runpy.run_path(sequoia.__file__, run_name="__main__")
     assert "names the text with --method gumbel or a fixed --tree" in told
     assert "--chat" in told
 
