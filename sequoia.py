@@ -482,7 +482,7 @@ class Layout:
         children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         passes            a `DraftPass` for each level but the root's"""
 
-    def __init__(self, tree, device):
+    def __init__(self, tree, device, dtype=torch.float32):
         ids = partial(torch.tensor, dtype=torch.long, device=device)
 
         def padded(rows):
@@ -495,7 +495,7 @@ class Layout:
         self.position_offsets = ids([*tree.depths, -1])
         seen = pad(tree.mask, (0, 2, 0, 1))
         seen[:, -1] = True
-        self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
+        self.mask = torch.where(seen, 0.0, RULED_OUT).to(device, dtype)
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
         for level in range(tree.depth - 1):
@@ -603,7 +603,7 @@ class CachedModel:
         # As masks and positions are given, a model asks its cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        mask = mask[nodes[:, None], columns][None, None].to(store)
+        mask = mask[nodes][:, columns][None, None].to(store)                    # (1, 1, nodes, visible)
         # A window counts positions.
         distance = positions[nodes, None] - read_positions
         masks = [mask.masked_fill(distance >= window, RULED_OUT) if window else mask
@@ -647,9 +647,10 @@ class TreeStep:
         self.tree = tree
         self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
         self.generator = generator
-        self.rand = partial(uniform, generator=generator, device=models[0].store.device)
+        store = models[0].store
+        self.rand = partial(uniform, generator=generator, device=store.device)
         self.static = static
-        self.layout = Layout(tree, models[0].store.device)
+        self.layout = Layout(tree, store.device, store.dtype)
         self.base = torch.zeros_like(self.layout.nodes[:1])
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
         self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
@@ -685,9 +686,11 @@ class TreeStep:
         scores_of = partial(sampling.scores, tree=layout.tree, tokens=tokens, text=text)
 
         # 1. The tree takes its place behind the text.
-        # If shapes are fixed, a pass reads all slots that both caches have, and the mask hides the free ones.
-        capacity = min(model.store.shape[2] for model in self.models)
-        place = layout.place(self.base, capacity if self.static else len(text) - 1 + layout.tree.size)
+        visible = len(text) - 1 + layout.tree.size
+        if self.static:
+            # All slots that both caches have. The mask hides the free ones.
+            visible = min(model.store.shape[2] for model in self.models)
+        place = layout.place(self.base, visible)
         # 2. The draft grows the tree.
         log_Q = self.grow_tree(scores_of, place, method.propose)
         # 3. The target scores it, in one pass.
