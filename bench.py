@@ -679,11 +679,12 @@ def step(args, report):
         length = prompt.shape[1]
         for step, tried in steps:
             words = [args.tokenizer.decode(max(token, 0)) for token in (*step.node_tokens, step.token)]
-            # A close rejection, then an acceptance, between words; and no token that is hard to draw.
+            # No rejection that was sure, no acceptance that surprises, and no token that is hard to draw.
             telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
             drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words) and len(words[-1]) > 3
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
-            if telling and drawable and min(target for target, _ in tried.values()) > 0.05:
+            telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
+            if telling and drawable:
                 return show_step(report, step, tried, words, args.tokenizer.decode(text[:length]))
             length += len(step.tokens)
     raise ValueError("no step with a rejection and two accepted children was found: raise --count")

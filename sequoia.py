@@ -842,11 +842,13 @@ class Planner:
         # For each tree, the seconds of the last steps with it.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
         self.steps = 0
-        # The tree is kept until there were this many steps.
-        self.keep_until = math.inf if isinstance(shape, Tree) else 0
-        self.tree = shape
-        if not isinstance(shape, Tree):
-            self.tree = optimal_tree(self.rates(), *(FIRST if shape == "auto" else shape))
+        # The tree, and until how many steps it is kept.
+        if isinstance(shape, Tree):
+            self.tree, self.keep_until = shape, math.inf
+        elif shape == "auto":
+            self.tree, self.keep_until = optimal_tree(self.rates(), *FIRST), 0
+        else:
+            self.tree, self.keep_until = optimal_tree(self.rates(), *shape), 16
         # The trees that "auto" times: its first one, none, one of the first one's size with more levels, and
         # later others.
         self.branched, self.straight = self.tree, chain(FIRST[0] - 1)
@@ -858,7 +860,7 @@ class Planner:
             return self.tree
         if self.shape != "auto":
             self.tree = optimal_tree(self.rates(), *self.shape)
-            self.keep_until = max(16, 2 * self.steps)
+            self.keep_until = 2 * self.steps
             return self.tree
         waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
         if not waiting:
