@@ -15,7 +15,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
     p_k          acceptance_rates[k - 1]   chance that the k-th child is the accepted one (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
-    Algorithm 1  optimal_tree              the tree of n nodes on d levels with the largest F(T)
+    Algorithm 1  optimal_tree              the tree of n nodes on up to d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
     log P, Q     scores, log_Q             log-probabilities up to a constant; -inf means impossible
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
@@ -184,10 +184,9 @@ def never_ruled_out(log_Q):
 #     residual: max(P - Q, 0)     .3   0    .1   .4     and this sum is the chance of a rejection
 #     together                    .5   .3   .2   1      = P
 #
-# With several children, use induction. Whichever token was rejected, the residual R is the same, so the other
-# children must produce R, and the next one comes from D, the draft without the rejected token. That is the
-# same task again, with R and D for P and Q, and with one child less. Once no child is left, the token is
-# drawn from R itself.
+# With several children, use induction. After a rejection the token must be drawn from R, whichever token was
+# rejected, and the next child comes from D, the draft without that token. That is the same task again, with R
+# and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
 #
 # Sequoia is robust because no token is tried twice: if the k children are all the tokens that the target can
 # want, one of them is always accepted (the cover property, Theorem 3.7). A rejected token had R < D, so the
@@ -352,7 +351,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
-            break                               # a single row needs no more
+            break                               # one row, as in `walk`, needs no more
         R = (R - D).clamp(min=0)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
@@ -772,7 +771,7 @@ def walk_without_branches(layout, try_children):
     return torch.cat(path), weights[path[-1]]
 
 def widened(logits, vocabulary):
-    """Logits, (rows, V), for a vocabulary of another length, because a draft's may be padded otherwise."""
+    """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
     missing = vocabulary - logits.shape[1]
     return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
 
@@ -1057,7 +1056,7 @@ class Report(NamedTuple):
     """What a Decoder's last call came to."""
     tokens: int              # written
     steps: int               # the first of which is the prompt's pass
-    seconds: float           # of the whole call
+    seconds: float           # from the prompt's pass to the end
     tree: Tree               # the planner's last choice
 
     def __str__(self):
@@ -1356,9 +1355,9 @@ def run_all(run, examples):
     return [run(*inputs) for inputs in examples]
 
 def traced(cached, examples, expected):
-    """`cached.forward` as a TorchScript trace, which holds the operators that one run called, and runs them
-    without Python. Any decision that Python took in that run, such as a mixture's experts, is then final. So
-    it stays as it is unless its trace gives exactly the expected outputs, also for other examples."""
+    """`cached.forward`, or its TorchScript trace. A trace holds the operators that one run called, and runs
+    them without Python. Any decision that Python took in that run, such as a mixture's experts, is then final.
+    So it is used only if it gives exactly the expected outputs, also for other examples."""
     # A trace cannot hold packed weights as constants, so the traced module owns them.
     module = nn.Module()
     module.model = cached.model
