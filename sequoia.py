@@ -1356,7 +1356,7 @@ def run_all(run, examples):
 
 def traced(cached, examples, expected):
     """`cached.forward`, or its TorchScript trace. A trace holds the operators that one run called, and runs
-    them without Python. Any decision that Python took in that run, such as a mixture's experts, is then final.
+    them without Python. Any decision of Python in that run, such as a mixture's experts, is then final.
     So it is used only if it gives exactly the expected outputs, also for other examples."""
     # A trace cannot hold packed weights as constants, so the traced module owns them.
     module = nn.Module()
