@@ -126,11 +126,11 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -math.inf                            # never proposed and never drawn
-# A draft's scores stay finite instead, because the target may want any token. Such a token then comes late:
-FAR_BELOW = 100                                  # is subtracted where top-k, top-p or min-p rule a token out
-UNLIKELY = -1000                                 # stands where the draft gives probability 0
-TRIED = torch.finfo(torch.float32).min           # stands where a token was proposed before, and rejected
+RULED_OUT = -math.inf                            # impossible: is never proposed and never drawn
+# A token that only the draft rules out is still possible, because the target may want it, but comes late:
+FAR_BELOW = 100                                  # is subtracted where top-k, top-p or min-p rule it out
+UNLIKELY = -1000                                 # replaces the score of a token of probability 0
+TRIED = torch.finfo(torch.float32).min           # replaces that of a token that was rejected
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -435,7 +435,7 @@ class Sampling:
 #
 # The root is the text's last token, which no model has been fed yet. `base` is its slot in the cache and also
 # its position, because the tokens before it fill the slots 0 to base - 1. Node i gets the slot base + i, but
-# the position base + its depth: siblings share a position, never a slot. For example (x marks what is seen):
+# the position base + its depth, which the nodes of a level share. For example (x marks what is seen):
 #
 #     0─┬─1───3    slot                    0 .. base-2   base-1     base   base+1   base+2   base+3
 #       └─2        holds                   the text      previous   root   node 1   node 2   node 3
@@ -467,17 +467,16 @@ class Place(NamedTuple):
     """Where the nodes of a tree and previous stand in a cache, and which slots their pass reads."""
     slots: Tensor            # (size + 1,)
     positions: Tensor        # (size + 1,)
-    mask: Tensor             # see `Layout`
-    columns: Tensor          # (visible,): for each slot that is read, its column of the mask
-    read_positions: Tensor   # (visible,): and its position
+    mask: Tensor             # (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
+    read_positions: Tensor   # (visible,): the positions of these slots
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
         slot_offsets      [0, 1, 2, 3, -1]               slot minus base; the last element is previous
         position_offsets  [0, 1, 1, 2, -1]               position minus base, likewise
-        mask              [[0, -inf, -inf, -inf, -inf, 0], ..]  (size + 1, size + 2), 0 for what a node sees:
-                                                         of all nodes, then of a free slot, last of the text
+        mask              [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 for what a node sees. The
+                                                         columns are the text, the nodes, a free slot
         children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         passes            a `DraftPass` for each level but the root's"""
 
@@ -492,8 +491,8 @@ class Layout:
         self.nodes = torch.arange(size, device=device)
         self.slot_offsets = ids([*range(size), -1])
         self.position_offsets = ids([*tree.depths, -1])
-        seen = pad(tree.mask, (0, 2, 0, 1))
-        seen[:, -1] = True
+        seen = pad(tree.mask, (1, 1, 0, 1))
+        seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device, dtype)
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
@@ -507,10 +506,10 @@ class Layout:
         slots = base + self.slot_offsets
         positions = base + self.position_offsets
         read = torch.arange(visible, device=base.device)
-        # -1, the last column, for the slots before base; then the nodes'; then that of a free slot.
-        columns = (read - base).clamp(-1, self.tree.size)
-        # In the text a slot is its position.
-        return Place(slots, positions, self.mask, columns, read.index_copy(0, slots[:-1], positions[:-1]))
+        columns = (read - base + 1).clamp(0, self.tree.size + 1)
+        # A slot's number is its position, except in the tree.
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])
+        return Place(slots, positions, self.mask[:, columns], read_positions)
 
 def context_of(config):
     """The most tokens that a model can be fed."""
@@ -585,10 +584,10 @@ class CachedModel:
         Returns (nodes, V)."""
         return self.run(self.store, tokens, nodes, *place)
 
-    def forward(self, store, tokens, nodes, slots, positions, mask, columns, read_positions):
+    def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
         them, because a trace would keep using the store that it has seen.)"""
-        written, visible = slots[nodes], columns.shape[0]
+        written, visible = slots[nodes], mask.shape[1]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             # Attention gives a cache the new keys and values, and gets all that it reads.
@@ -602,7 +601,7 @@ class CachedModel:
         # As masks and positions are given, a model asks its cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
         cache.update = update
-        mask = mask[nodes][:, columns][None, None].to(store)                    # (1, 1, nodes, visible)
+        mask = mask[nodes][None, None].to(store)                                # (1, 1, nodes, visible)
         # A window counts positions.
         distance = positions[nodes, None] - read_positions
         masks = [mask.masked_fill(distance >= window, RULED_OUT) if window else mask
@@ -656,35 +655,32 @@ class TreeStep:
         self.calls = 0
         self.graph = self.result = None
 
-    def __call__(self, text, sampling, logits=None):
-        """One step after a text, (length,). The target's cache holds all of its tokens but the last, and the
-        draft's at least all but the last two. logits: the target's after the text, (1, V), if the prompt's
-        pass has already given them."""
+    def __call__(self, text, sampling):
+        """One step after a text, (length,), of two tokens or more. The target's cache holds all of them but
+        the last, and the draft's at least all but the last two."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        # A text of one token has no previous. It only meets a step without a tree, which does not feed it.
-        self.tokens[-2:-1] = text[-2:][:1]
+        self.tokens[-2:-1] = text[-2:-1]
         self.calls += 1
         # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
         untimed = 2 if self.static else int(text.is_cuda)
-        is_timed = logits is None and self.calls > untimed
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
             self.graph.replay()
         else:
-            self.result = self.on_device(text, sampling, logits)
+            self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
-        seconds = time.perf_counter() - begun if is_timed else None
+        seconds = time.perf_counter() - begun if self.calls > untimed else None
         return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, seconds)
 
-    def on_device(self, text, sampling, logits=None):
+    def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
         target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
         scores_of = partial(sampling.scores, tree=layout.tree, tokens=tokens, text=text)
 
-        # 1. The tree takes its place behind the text.
+        # 1. The tree takes its place after the text.
         visible = len(text) - 1 + layout.tree.size
         if self.static:
             # All slots that both caches have. The mask hides the free ones.
@@ -693,8 +689,7 @@ class TreeStep:
         # 2. The draft grows the tree.
         log_Q = self.grow_tree(scores_of, place, method.propose)
         # 3. The target scores it, in one pass.
-        if logits is None:
-            logits = target.logits(tokens, layout.nodes, place)                         # (size, V)
+        logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
         # 4. Algorithm 2 walks down from the root.
         u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
@@ -1180,7 +1175,10 @@ class Decoder:
     def steps_after(self, text, sampling, planner):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
         logits = self.target.prefill(text, PROBE_TOKENS)
-        step = TreeStep(NO_TREE, self.models, self.step_generator)(text, sampling, logits[-1:])
+        rand = partial(uniform, generator=self.step_generator, device=text.device)
+        P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), rand)
+        token = draw(P, rand(1, 1)).item()
+        step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
         yield step
         # Probe only now, so that the first token does not wait for it.
         if not self.probed:

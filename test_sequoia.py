@@ -610,7 +610,7 @@ def test_a_layout_is_as_its_docstring_prints_it():
     layout = Layout(Tree([-1, 0, 0, 1]), "cpu")
     assert layout.slot_offsets.tolist() == [0, 1, 2, 3, -1]
     assert layout.position_offsets.tolist() == [0, 1, 1, 2, -1]
-    rows = ["x....x", "xx...x", "x.x..x", "xx.x.x", ".....x"]
+    rows = ["xx....", "xxx...", "xx.x..", "xxx.x.", "x....."]
     assert layout.mask.tolist() == [[0.0 if sign == "x" else RULED_OUT for sign in row] for row in rows]
     assert layout.children.tolist() == [[1, 2, -1], [3, -1, -1], [-1, -1, -1], [-1, -1, -1]]
     first, second = [[part.tolist() for part in level] for level in layout.passes]
@@ -864,23 +864,21 @@ def assert_steps_as_plainly(models, prompt, trees, sampling, form, seed):
         model.reserve(256)
         model.store.fill_(math.nan)
     text = prompt
-    run = TreeStep(NO_TREE, models, generator)
-    known = target.prefill(text)
-    for number, tree in enumerate([NO_TREE, *trees]):
-        if number == 1:
-            draft.prefill(text[:-1])
-        if run.tree != tree:
+    run = None
+    for model in models:
+        model.prefill(text[:-1])
+    for tree in trees:
+        if run is None or run.tree != tree:
             run = TreeStep(tree, models, generator, static)
         with form_of(form):
-            step = run(text, sampling, None if number else known)
+            step = run(text, sampling)
         expected = step_plainly(p, q, text, tree, again)
         assert step.tokens == expected.tolist()
         text = torch.cat([text, expected])
         assert_cached(target, text[:-1])
-        if number:
-            assert_cached(draft, text[:-2])
-        # Neither the prompt's pass is timed nor a call that warms up for a capture.
-        assert (step.seconds is None) == (number == 0 or static and run.calls < 3)
+        assert_cached(draft, text[:-2])
+        # Neither a call that warms up for a capture is timed nor the one that captures.
+        assert (step.seconds is None) == (static and run.calls < 3)
         assert (run.graph is not None) == (static and form == "captured" and run.calls > 1)
 
 Temperature = transformers.TemperatureLogitsWarper
@@ -905,7 +903,10 @@ def test_a_step_adds_what_the_plain_step_adds_and_leaves_caches_as_a_fresh_pass_
             for method in PLAIN.values():
                 trees = 3 * [choice(SMALL_TREES[-100:])] + 2 * [choice(SMALL_TREES)]
                 sampling = sampling_of(method, processors, seed)
-                assert_steps_as_plainly(models, text_of(seed - 1), trees, sampling, form, seed)
+                assert_steps_as_plainly(models, text_of(seed), trees, sampling, form, seed)
+
+# Its last token is the root.
+ROOT_TEXT = torch.tensor([0, 0])
 
 class TableModel:
     """Stands in for a CachedModel whose text does not matter: a row of a table follows each path."""
@@ -916,8 +917,8 @@ class TableModel:
         self.vocabulary = tables[0].shape[1]
 
     def logits(self, tokens, nodes, place):
-        # A node sees its path, from the root on.
-        paths = [row.nonzero()[1:, 0] for row in place.mask[nodes, :-2] == 0]
+        # What a node sees are a text of one token, in slot 0, then the root, and then its path.
+        paths = [row.nonzero()[2:, 0] - 1 for row in place.mask[nodes] == 0]
         tokens = tokens.clamp(min=0)
         return torch.stack([row_of(self.tables, tokens[path].tolist()) for path in paths]).log()
 
@@ -946,7 +947,7 @@ def test_a_steps_text_has_exactly_the_targets_distribution(name):
         sampling = Sampling(METHODS[name], [] if is_free else [grammar])
         models = [TableModel(target), TableModel(draft)]
         found = 0
-        for chance, result in EveryRun().results(lambda: TreeStep(tree, models)(torch.tensor([0]), sampling)):
+        for chance, result in EveryRun().results(lambda: TreeStep(tree, models)(ROOT_TEXT, sampling)):
             found = found + chance * continued(result.tokens, exact)
         torch.testing.assert_close(found, continued([], exact), rtol=0, atol=1e-6)
 
@@ -964,7 +965,7 @@ def test_random_numbers_of_a_step_are_independent_where_they_meet(name, form):
         for number in range(1500):
             sampling = sampling_of(METHODS[name], [], number)
             step.static &= not sampling.reads_text
-            result = step(torch.tensor([0]), sampling)
+            result = step(ROOT_TEXT, sampling)
             rows.append(continued(result.tokens, target))
     texts = torch.stack(rows).multinomial(1, generator=generator)[:, 0]
     assert sum(len(row.nonzero()) == 1 for row in rows) > 5
@@ -980,8 +981,8 @@ def test_static_and_host_walks_find_the_same_path_on_every_small_tree():
         for Q in draft.tables[1:]:
             Q[seed % 3 :: 3] = math.nan
         sampling = Sampling(METHODS[BY_RATIOS[seed % 3]], [])
-        host = TreeStep(tree, models, seeded(seed))(torch.tensor([0]), sampling)
-        static = TreeStep(tree, models, seeded(seed), static=True)(torch.tensor([0]), sampling)
+        host = TreeStep(tree, models, seeded(seed))(ROOT_TEXT, sampling)
+        static = TreeStep(tree, models, seeded(seed), static=True)(ROOT_TEXT, sampling)
         assert host[:4] == static[:4]
         levels[len(host.path)] += 1
     assert min(levels[0], levels[1], levels[2]) > 10
