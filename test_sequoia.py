@@ -574,6 +574,10 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
     assert sampling.processed(None, logits, False).tolist() == [shaped]
     lowered = [6.0, 2 - sequoia.FAR_BELOW, pytest.approx(5.8), -2000 - sequoia.FAR_BELOW]
     assert sampling.processed(None, logits, True).tolist() == [lowered]
+    # Of a model in bfloat16 the logits alone are rounded.
+    warm = Sampling(METHODS["sequoia"], [transformers.TemperatureLogitsWarper(0.7)])
+    rounded = logits.bfloat16()
+    assert warm.processed(None, rounded, False).equal(warm.processed(None, rounded.float(), False))
     # Any other processor also rules out a draft's tokens.
     forbid = lambda ids, scores: scores.index_fill(1, torch.tensor(0), RULED_OUT)
     reading = Sampling(METHODS["sequoia"], [temperature, processor, forbid])
@@ -1651,6 +1655,9 @@ def test_a_generator_and_a_tree_name_the_text_and_noise_is_fresh_in_every_step(l
         texts.append(decoder.generate(prompt_of(8), do_sample=True, temperature=1e6, max_new_tokens=40))
     assert texts[0].equal(texts[1])
     assert len(texts[0][0, 8:].unique()) > 20
+    # Noise comes after the temperature, so near 0 it changes nothing.
+    cold = decoder.generate(prompt_of(8), do_sample=True, temperature=1e-6, max_new_tokens=10)
+    assert cold.equal(plain_text(llama[0], prompt_of(8), max_new_tokens=10))
 
 # --- 9  Decoding: what generate may be asked for ------------------------------------------------------------
 def sevens_end(row, ids):
