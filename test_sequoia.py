@@ -2155,12 +2155,15 @@ def test_options_shape_the_text_and_a_seed_names_it_with_gumbel_or_a_fixed_tree(
     for option in ("--top-k=1", "--top-p=0.0001", "--temperature=0.0001"):
         assert run_main(capfd, *given, option)[1] == greedy
 
-def test_explain_cuts_as_the_options_say(capfd):
+def test_tokens_are_cut_as_the_options_say_and_by_default_not_at_all(capfd):
+    """A model's own default of 50 likeliest tokens must not come in."""
     made = []
     with mock.patch.object(sequoia, "Sampling", lambda *given: made.append(given) or Sampling(*given)):
-        assert sequoia.main(["--explain", "--top-p", "0.9", "--top-k", "7", "--max-new-tokens", "1"]) == 0
-    (_, processors), = made
-    assert [vars(one).get("top_p") or vars(one).get("top_k") for one in processors] == [None, 7, 0.9]
+        for cuts in (["--top-p", "0.9", "--top-k", "7"], []):
+            assert sequoia.main(["--explain", "--max-new-tokens", "1", *cuts]) == 0
+    (_, cutting), (_, plain) = made
+    assert [vars(one).get("top_p") or vars(one).get("top_k") for one in cutting] == [None, 7, 0.9]
+    assert [type(one) for one in plain] == [Temperature]
 
 @quick
 def test_explain_draws_each_tree_and_its_greedy_text_is_the_greedy_text(capfd):
