@@ -162,7 +162,7 @@ def draw(weights, u):
     numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
 
     The weights' running sums cut the line from 0 to their total into pieces. Token i owns all points x with
-    sums[i - 1] <= x < sums[i], so a random one, u times the total, never goes to a token without weight."""
+    sums[i - 1] <= x < sums[i], so the random point u * total never goes to a token without weight."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
@@ -223,9 +223,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
     in float64 they become a probability of about 0. No node may have more children than there are tokens.
     say, word: see `verify_one_node`."""
-    # 1. Random numbers, in the order in which section 6 draws them: for each level a row of noise to propose
-    # children by; and for each node's children numbers to accept or reject by. The nodes of a level can share
-    # noise, because only one of them is reached, and earlier levels alone decide which.
+    # 1. Random numbers, in the order in which section 6 draws them: for each level with children below it a
+    # row of noise to propose them by; and for each node's children numbers to accept or reject them by. The
+    # nodes of a level can share noise, because only one is reached, and which one does not depend on it.
     rand = partial(uniform, generator=generator, device=text.device)
     vocabulary = len(draft(text))                   # a pass just to learn this, and to keep the rest simple
     noise = [gumbel_noise(rand(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
@@ -333,7 +333,8 @@ def checked_rates(acceptance_rates):
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 def propose_different(log_Q, k, rand):
-    """Draws k different children in each row. rand: like `uniform`, from rows and n to random numbers."""
+    """Draws k different children in each row. rand: from rows and n to random numbers, (rows, n), or (1, n)
+    if all rows share them."""
     return most_likely(log_Q + gumbel_noise(rand(*log_Q.shape)), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
@@ -694,7 +695,8 @@ class TreeStep:
         u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
         def try_children(parents, children):
-            P = method.target_P(scores_of(logits[parents], False, layout.nodes[parents]), self.rand)
+            scores = scores_of(logits[parents], is_draft=False, nodes=layout.nodes[parents])
+            P = method.target_P(scores, self.rand)
             if not children.shape[1]:
                 # The token after a leaf is drawn from P itself.
                 return torch.zeros_like(layout.nodes[parents]), P
@@ -716,7 +718,7 @@ class TreeStep:
         for parents, fed, children in self.layout.passes:
             logits = draft.logits(tokens, fed, place)[-len(parents) :]
             logits = widened(logits, vocabulary)
-            guesses = scores_of(logits, True, parents)
+            guesses = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, guesses)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[children] = propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
