@@ -31,7 +31,7 @@ must still hold, which test_sequoia.py checks:
                             step adds what `step_plainly` adds from the same numbers, also as a CUDA graph
     7 the planner           on simulated machines, even noisy ones, its tree comes near the fastest
     9 behind `generate`     the same text up to rounding (sampled, the same distribution), or an error
-    10 faster passes        offloaded: the same numbers; packed: up to rounding; traced: exactly as packed
+    10 faster passes        offloaded: the same numbers; packed and traced: up to rounding
 
     python sequoia.py                                            # section 11: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -374,7 +374,6 @@ class Method(NamedTuple):
     propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable             # P, log_Q, tokens, u -> ranks and weights
     target_P: Callable           # the target's scores, rand -> P
-    shares_noise: bool = False   # whether both models' scores get the same noise added (gumbel alone)
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
@@ -391,19 +390,18 @@ class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
     length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows.
 
-    ends, max_length: tokens and the length that end a text."""
+    ends: tokens that end a text."""
 
-    def __init__(self, method, processors, ends=(), max_length=sys.maxsize):
+    def __init__(self, method, processors, ends=()):
         self.method = method
         self.processors = processors
         self.ends = {NONE, *ends}
-        self.max_length = max_length
-        self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
+        blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
+        self.reads_text = len(blind) < len(processors)
         # Calls with equal settings share a plan and a captured graph. Processors that read the text are left
         # out, because a plan need only fit roughly, and they are never captured.
-        blind = [(type(processor), *vars(processor).values()) for processor in processors
-                 if type(processor) in TEXT_BLIND]
-        self.settings = method, self.reads_text, *blind
+        values = [(type(processor), *vars(processor).values()) for processor in blind]
+        self.settings = method, self.reads_text, *values
 
     def scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -413,10 +411,9 @@ class Sampling:
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
-            ids = torch.cat([text, path])
             # Behind an end or a missing child scores are not used, and a grammar's processor might raise.
-            if len(ids) < self.max_length and not self.ends.intersection(path.tolist()):
-                row = self.processed(ids[None], row, is_draft)
+            if not self.ends.intersection(path.tolist()):
+                row = self.processed(torch.cat([text, path])[None], row, is_draft)
             rows.append(row)
         return torch.cat(rows)
 
@@ -536,8 +533,6 @@ class CachedModel:
 
     def __init__(self, model):
         self.model = model
-        # `pack` in section 10 leaves a faster form of `forward` with the model.
-        self.run = getattr(model, "_sequoia_pass", self.forward)
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
         # A model whose layers are all alike may name no kind.
@@ -583,7 +578,9 @@ class CachedModel:
     def logits(self, tokens, nodes, place):
         """One pass over some nodes, (nodes,), of a tree. tokens: those of all its nodes, and then previous.
         Returns (nodes, V)."""
-        return self.run(self.store, tokens, nodes, *place)
+        # `pack` in section 10 leaves a faster form of `forward` with the model.
+        run = getattr(self.model, "_sequoia_pass", self.forward)
+        return run(self.store, tokens, nodes, *place)
 
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
@@ -607,11 +604,9 @@ class CachedModel:
         distance = positions[nodes, None] - read_positions
         masks = [mask.masked_fill(distance >= window, RULED_OUT) if window else mask
                  for window in self.windows.values()]
-        # A missing child has no id. Past the end of a draft's context all nodes share its last position, and
-        # it may guess badly there.
         return self.model(
-            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],
-            position_ids=positions[nodes].clamp(max=self.context - 1)[None],
+            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],        # a missing child has no id
+            position_ids=positions[nodes][None],
             attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
             past_key_values=cache, use_cache=True).logits[0]
 
@@ -971,30 +966,22 @@ def token_drawn(scores, rand):
 def likeliest_token(scores, rand):
     return one_hot(most_likely(scores, 1), scores)
 
-def shared_noise(seed, positions, vocabulary):
-    """Gumbel coupling (arXiv 2408.07978): the likeliest token by score plus noise is a sample, and if both
-    models get the same noise, their likeliest tokens often agree. A single child is accepted with probability
-    (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. Algorithm 2 reaches 1 - d, but it must not share
-    noise, because its test needs a random number that is independent of the proposal.
+def shared_noise(seed):
+    """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
+    plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
+    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. Algorithm 2
+    reaches 1 - d, but it must not share noise, because its test needs a random number that is independent of
+    the proposal.
 
-    This noise depends on nothing but a seed, (1,), the position and the token, so a seed names the text,
-    whatever the tree and the draft. positions: an int or (rows, 1) -> (V,) or (rows, V). All are hashed to 64
-    bits by the finaliser of splitmix64 without its last shift, in integers, which every device computes
-    alike."""
-    tokens = torch.arange(vocabulary, device=seed.device)
-    # Any large odd factors here; those below are the finaliser's.
-    x = seed + torch.as_tensor(positions) * -7046029254386353131 + tokens * -3335678366873096957
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        # Subtle: >> of int64 brings the sign in from the left, where splitmix64 has zeros.
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    # 52 bits, so that adding one half, which avoids 0 and 1, is exact.
-    return gumbel_noise((((x >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52)
+    The noise depends on nothing but the seed, the position and the token, so a seed names the text, whatever
+    the tree and the draft."""
+    # Both models and the next steps ask for the noise of the same few positions.
+    @lru_cache(64)
+    def noise(position, vocabulary, device):
+        u = np.random.default_rng([seed, position]).random(vocabulary)
+        return gumbel_noise(torch.tensor(u, device=device))
 
-def noise_processor(seed):
-    """A logits processor that adds the noise of its position, for a text of one seed."""
-    # Both models and the next steps ask for that of the same few positions.
-    noise = lru_cache(64)(partial(shared_noise, seed))
-    return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1])
+    return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
 METHODS = {
     "sequoia": SEQUOIA,
@@ -1002,25 +989,21 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
     "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token, shares_noise=True),
+    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token),
 }
-# At temperature 0 all methods add these tokens.
-GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
+# Without its noise gumbel is greedy decoding, and at temperature 0 all methods add the same tokens.
+GREEDY = METHODS["gumbel"]
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
     rand = partial(uniform, generator=generator, device=P.device)
-    rows = len(P)
-    noise = 0
-    if method.shares_noise:
-        seed = torch.randint(2**62, (1,), generator=generator, device=P.device)
-        noise = shared_noise(seed, torch.arange(rows, device=P.device)[:, None], P.shape[1])
+    noise = gumbel_noise(rand(*P.shape)) if method is GREEDY else 0
     log_Q = never_ruled_out(Q.log()) + noise
     tokens = method.propose(log_Q, k, rand)
-    rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(rows, k))
-    tokens = torch.cat([tokens, draw(weights, rand(rows, 1))], dim=1)
+    rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
+    tokens = torch.cat([tokens, draw(weights, rand(len(P), 1))], dim=1)
     return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
@@ -1094,24 +1077,18 @@ class Decoder:
         # For each way of sampling: children are then accepted more or less often.
         self.planners = collections.defaultdict(partial(Planner, self.tree))
         used = [target] if self.tree == NO_TREE else [target, draft]
-        for model in used:
-            check_fit(model)
-        self.models = [CachedModel(model) for model in used]
-        self.target = self.models[0]
-        self.draft = self.models[-1]             # without a draft the target, which then drafts nothing
-        if target.training:
-            raise ValueError("the target is in training mode: call its eval()")
-        sizes = sorted(model.vocabulary for model in self.models)
-        if sizes[0] < 0.9 * sizes[-1] or self.draft.store.device != self.target.store.device:
-            raise ValueError(f"target and draft must share a vocabulary, here {sizes} tokens, and a device")
+        models = [CachedModel(check_fit(model)) for model in used]
+        self.target = models[0]
+        self.draft = models[-1]                  # without a draft the target, which then drafts nothing
         # An offloaded model's pass needs the host.
-        is_offloaded = any(hasattr(model.model, "_sequoia_offloaded") for model in self.models)
+        is_offloaded = any(hasattr(model, "_sequoia_offloaded") for model in used)
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        # gumbel draws only a text's seed from the caller's generator. The steps' other numbers come from one
-        # of their own, so that the next text's seed does not depend on this one's trees.
-        self.step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
+        # The last few steps are kept, because they may hold graphs. One is good for a tree, for caches of
+        # some capacities, and for some settings.
+        self.tree_step = lru_cache(8)(
+            lambda tree, is_static, capacities, settings: TreeStep(tree, models, generator, is_static))
         self.probed = False
-        self.tree_step = self.step_key = self.report = None
+        self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
                  stop_strings=None, stopping_criteria=(), **kwargs):
@@ -1132,38 +1109,35 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
-        if model is not self.target.model:
-            raise ValueError("this Decoder was made for another target")
         check_call(self.target, input_ids, generation_config, arguments)
-        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
         method = self.method if generation_config.do_sample else GREEDY
         processors = [*logits_processor]
-        if method.shares_noise:
+        if generation_config.do_sample and method is GREEDY:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
-            processors.append(noise_processor(seed))
-        max_length = stopping_criteria.max_length or sys.maxsize
-        sampling = Sampling(method, processors, ends, max_length)
+            processors.append(shared_noise(seed.item()))
+        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
+        sampling = Sampling(method, processors, ends)
         planner = self.planners[sampling.settings]
+        max_length = stopping_criteria.max_length or sys.maxsize
         stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
         stream(input_ids)
         text = input_ids[0].to(model.device).long()
         steps = 0
-
-        def tokens_after(prompt):
-            nonlocal steps
-            for step in self.steps_after(prompt, sampling, planner):
-                self.on_step(step)
-                steps += 1
-                yield from step.tokens
-
-        for token in tokens_after(text):
-            if token == NONE:
-                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
-                                 "out every token")
-            text = torch.cat([text, text.new_tensor([token])])
-            stream(text[-1:])
-            # Criteria are asked after every token, because accepted ones may go on behind the end.
-            if stopping_criteria(text[None], None):
+        is_done = False
+        for step in self.steps_after(text, sampling, planner, max_length):
+            self.on_step(step)
+            steps += 1
+            for token in step.tokens:
+                if token == NONE:
+                    raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
+                                     "out every token")
+                text = torch.cat([text, text.new_tensor([token])])
+                stream(text[-1:])
+                # Criteria are asked after every token, because accepted ones may go on behind the end.
+                is_done = stopping_criteria(text[None], None)
+                if is_done:
+                    break
+            if is_done:
                 break
         if streamer is not None:
             streamer.end()
@@ -1174,10 +1148,10 @@ class Decoder:
         return text[None]
 
     @torch.inference_mode()
-    def steps_after(self, text, sampling, planner):
+    def steps_after(self, text, sampling, planner, max_length):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
         logits = self.target.prefill(text, PROBE_TOKENS)
-        rand = partial(uniform, generator=self.step_generator, device=text.device)
+        rand = partial(uniform, generator=self.generator, device=text.device)
         P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), rand)
         token = draw(P, rand(1, 1)).item()
         step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
@@ -1190,40 +1164,32 @@ class Decoder:
         draft_is_current = False
         while True:
             text = torch.cat([text, text.new_tensor(step.tokens)])
-            left = min(sampling.max_length, self.target.context + 1) - len(text)
+            left = min(max_length, self.target.context + 1) - len(text)
             # At max_length the caller has stopped, so this is the end of the context.
             if left <= 0:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
-            tree = planner.next_tree(left) if len(text) <= self.draft.context else NO_TREE
+            tree = planner.next_tree(left)
+            if len(text) + tree.depth > self.draft.context + 1:
+                tree = NO_TREE
+            is_static = self.cuda_graph and not sampling.reads_text
+            if tree.depth > left:
+                # A step adds at most one token per level, so the levels behind the end are cut. No such tree
+                # comes often enough for a graph.
+                tree = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+                is_static = False
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
-            drafts = min(tree.depth, left) > 1
+            drafts = tree.depth > 1
             if drafts and not draft_is_current:
                 self.draft.prefill(text[:-1])
                 if text.is_cuda:
                     torch.cuda.synchronize(text.device)                 # so that the step alone is timed
             draft_is_current = drafts
-            step = self.step_for(tree, len(text), left, sampling)(text, sampling)
+            capacities = tuple(model.reserve(len(text) + tree.size) for model in (self.target, self.draft))
+            step = self.tree_step(tree, is_static, capacities, sampling.settings)(text, sampling)
             planner.learn(step)
             yield step
-
-    def step_for(self, tree, length, left, sampling):
-        """The TreeStep for a tree, after a text of this length to which `left` tokens can be added. The last
-        one is kept, because it may hold a graph, as long as it fits the tree, the caches and the sampling."""
-        capacities = [model.reserve(length + tree.size) for model in self.models]
-        if tree.depth > left:
-            # A step adds at most one token per level, so the levels behind the end are cut, for this step.
-            cut = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
-            return TreeStep(cut, self.models, self.step_generator)
-        key = tree, capacities, sampling.settings
-        if key != self.step_key:
-            # Let go of the old step first, so that its memory can be used again.
-            self.tree_step = self.step_key = None
-            is_static = self.cuda_graph and not sampling.reads_text
-            self.tree_step = TreeStep(tree, self.models, self.step_generator, is_static)
-            self.step_key = key
-        return self.tree_step
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1240,7 +1206,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
 
 # What is refused: models (`check_fit`, and `probe` by their numbers) and calls.
 def check_fit(model):
-    """Raises ValueError for a kind of model that cannot be fed trees. `probe` finds out more."""
+    """Returns a model that can be fed trees, or raises ValueError. `probe` finds out more."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
@@ -1258,26 +1224,26 @@ def check_fit(model):
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot verify a tree: {reason}")
+    return model
 
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
 
 def probe(target, text, logits):
     """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
-    last tokens. These are scored again, in a tree beside decoys, and must have the distributions of the
-    prompt's pass, up to rounding. For a prompt that ends with a, b, c this is the tree, with its numbers:
+    last tokens. These are scored again, in a tree where each has a twin, and must have the distributions of
+    the prompt's pass, up to rounding. For a prompt that ends with a, b, c this is the tree:
 
-        a0─┬─a1───b3───c5        the decoys
-           └─b2───c4             with the root the prompt's own tokens"""
+        a─┬─b───c        the twins
+          └─b───c        with the root the prompt's own tokens"""
     count = len(logits)
-    layout = Layout(Tree([NONE] + [max(0, node - 2) for node in range(1, 2 * count)]), text.device)
+    layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
     base = layout.nodes[:1] + len(text) - count
-    place = layout.place(base, len(text) + count)
+    place = layout.place(base, len(text) + count - 1)
     slots = place.slots[:-1]                                # a short prompt has no previous
     kept = target.store.index_select(2, slots)
-    twice = text[-count:].repeat_interleave(2)
-    again = target.logits(twice, layout.nodes, place)
+    again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
     target.store.index_copy_(2, slots, kept)
     P, P_again = logits.float().softmax(dim=1), again[::2].float().softmax(dim=1)
@@ -1291,9 +1257,8 @@ def probe(target, text, logits):
                          f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
                          f"than rounding explains; in float32 rounding is smallest")
 
-# The model's arguments that `generate` hands over itself. Any other one might change the text.
-FROM_GENERATE = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids",
-                 "use_cache")
+# What `generate` hands over by itself. Any other argument for the model might change the text.
+FROM_GENERATE = ("logits_to_keep", "past_key_values", "use_cache")
 # Output that is not made here.
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
@@ -1305,36 +1270,28 @@ def check_call(target, ids, config, arguments):
         mode: mode not in ("greedy_search", "sample", "assisted_generation"),
         "guidance_scale": (config.guidance_scale or 1) != 1,
         "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
-        "torch.autocast": torch.is_autocast_enabled(ids.device.type),
         "several texts": len(ids) > 1,
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
+        "a target in training mode: call its eval()": target.model.training,
         f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
         f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
-    refused = [reason for reason, holds in reasons.items() if holds]
-    refused += [name for name in OUTPUTS if getattr(config, name, None)]
+    reasons |= {name: getattr(config, name, None) for name in OUTPUTS}
     # These may be given, but only with their default values.
-    positions = torch.arange(length, device=ids.device)
-    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
+    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": torch.arange(length, device=ids.device)}
     for name, value in arguments.items():
         # An argument that is not given arrives as None, or as an empty dictionary.
-        if value is None or value == {}:
-            continue
-        if name not in FROM_GENERATE:
-            refused.append(name)
-        if name in usual and (value.shape[-1] != length or (value != usual[name]).any()):
-            refused.append(f"{name} like these")
+        if value is not None and value != {}:
+            if name in usual:
+                reasons[f"{name} like these"] = (value != usual[name]).any()
+            else:
+                reasons[name] = name not in FROM_GENERATE
+    refused = [reason for reason, holds in reasons.items() if holds]
     if refused:
         raise ValueError(f"not supported: {', '.join(refused)}")
 
 # --- 10  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
-# Linear layers with at most this many weights are not packed, because in float32 oneDNN would be slower.
-SMALL = {torch.float32: 2**20, torch.bfloat16: 0}
-
-def packable_dtypes():
-    """The dtypes that oneDNN, the CPU's matrix library, can pack here. Not every build of torch has it."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return ()
-    return (torch.float32, torch.bfloat16)[: 1 + torch.ops.mkldnn._is_mkldnn_bf16_supported()]
+# Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
+PACKS = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 def packed_product(x, weight, bias: Tensor | None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -1352,12 +1309,15 @@ def run_all(run, examples):
     # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
     for store, *_ in examples:
         store.zero_()
-    return [run(*inputs) for inputs in examples]
+    return torch.cat([run(*inputs) for inputs in examples])
 
-def traced(cached, examples, expected):
-    """`cached.forward`, or its TorchScript trace. A trace holds the operators that one run called, and runs
-    them without Python. Any decision of Python in that run, such as a mixture's experts, is then final.
-    So it is used only if it gives exactly the expected outputs, also for other examples."""
+def difference(found, expected):
+    return (found - expected).norm() / expected.norm()
+
+def trace_pass(cached, examples, expected):
+    """Leaves a TorchScript trace of `cached.forward` with the model. A trace holds the operators that one run
+    called, and runs them without Python. Any decision of Python in that run, such as a mixture's experts, is
+    then final. So it is used only if it gives the expected outputs, also for other examples."""
     # A trace cannot hold packed weights as constants, so the traced module owns them.
     module = nn.Module()
     module.model = cached.model
@@ -1366,42 +1326,39 @@ def traced(cached, examples, expected):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         # Otherwise TorchScript would optimise it again for every new shape.
         run = torch.jit.optimized_execution(False)(trace.forward)
-        if all(map(torch.equal, run_all(run, examples), expected)):
-            return run
-    return cached.forward
+        if difference(run_all(run, examples), expected) < torch.finfo(expected.dtype).eps:
+            cached.model._sequoia_pass = run
 
 @torch.no_grad()
 def pack(model):
-    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers and traces
-    its pass, which about halves a small model's time. Afterwards do not change, save, load or move the model,
-    nor share it between threads. A model that is packed already, offloaded, on a GPU, or of a dtype that
-    oneDNN cannot take is returned unchanged. Raises ValueError for an unfit model, and if packing, for which
-    torch has no public operators, changes the numbers by more than rounding."""
-    check_fit(model)
-    cached = CachedModel(model)
-    is_prepared = {"_sequoia_pass", "_sequoia_offloaded"} & vars(model).keys()
-    if is_prepared or model.device.type != "cpu" or model.dtype not in packable_dtypes():
+    """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, if they are
+    in bfloat16, and traces its pass, which about halves a small model's time. Afterwards do not change, save,
+    load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
+    ValueError for an unfit model, and if packing, for which torch has no public operators, changes the
+    numbers by more than rounding."""
+    cached = CachedModel(check_fit(model))
+    if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(4))
-    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 300 tokens, the last one with a larger cache. So they
+    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 60 tokens, the last one with a larger cache. So they
     # differ in all that may vary.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    for base, count in ((4, 3), (16, 15), (300, 1)):
-        cached.reserve(base + 15)
+    for base, count in ((4, 3), (16, 15), (60, 1)):
+        cached.reserve(5 * base)
         place = layout.place(torch.tensor([base]), base + 15)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
-    before = torch.cat(run_all(cached.forward, examples))
+    before = run_all(cached.forward, examples)
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.
-        if type(layer) is nn.Linear and layer.weight.numel() > SMALL[model.dtype]:
+        if PACKS and type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16:
             if not layer.weight.is_mkldnn:
                 pack_linear(layer)
     packed = run_all(cached.forward, examples)
-    if not (torch.cat(packed) - before).norm() <= torch.finfo(model.dtype).eps ** 0.5 * before.norm():
+    if not difference(packed, before) < torch.finfo(model.dtype).eps ** 0.5:
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
-    model._sequoia_pass = traced(cached, examples, packed)
+    trace_pass(cached, examples, packed)
     return model
 
 @torch.no_grad()
@@ -1438,19 +1395,20 @@ TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
           '    """Yield the names of all files in a directory that match a pattern."""\n    for name in')
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = "bfloat16" if DEVICE == "cuda" or torch.bfloat16 in packable_dtypes() else "float32"
+DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
 
+# By name: the default, the help text, and a number's limits.
 OPTIONS = {
     "--target": (str(TINY / "target"), "folder or hub name"),
     "--draft": (str(TINY / "draft"), "a small model with the same tokens"),
     "--prompt": (PROMPT, "the text to continue"),
     "--chat": (False, "put the prompt through the chat template, as a user's message"),
-    "--max-new-tokens": (96, "how many tokens to add"),
-    "--temperature": (0.6, "0 is greedy, 1 the model's own"),
-    "--top-p": (1.0, "keep the likeliest tokens of this probability together"),
-    "--top-k": (0, "keep this many likeliest tokens; 0 is all"),
+    "--max-new-tokens": (96, "how many tokens to add", 1, 10**9),
+    "--temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
+    "--top-p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
+    "--top-k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
     "--seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
-                  "auto the tree, and so the text, depends on the clock"),
+                  "auto the tree, and so the text, depends on the clock", 0, 2**63 - 1),
     "--method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "--tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "--device": (DEVICE, "cuda, cuda:1, cpu, ..."),
@@ -1458,19 +1416,16 @@ OPTIONS = {
     "--offload": (False, "stream the target's layers from host memory"),
     "--explain": (False, "decode by `step_plainly`, slowly and always by Algorithm 2, and print each step"),
 }
-LIMITS = {"max_new_tokens": (1, 10**9), "temperature": (0, 10**9), "top_p": (1e-9, 1), "top_k": (0, 10**9),
-          "seed": (0, 2**63 - 1)}
 
 def parse(argv):
     parser = argparse.ArgumentParser("sequoia.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, (default, text) in OPTIONS.items():
+    for name, (default, text, *_) in OPTIONS.items():
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
         parser.add_argument(name, help=text, **how)
     args = parser.parse_args(argv)
-    for name, (low, high) in LIMITS.items():
-        value = getattr(args, name)
-        if not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} must be from {low} to {high}, got {value}")
+    for (name, (_, _, *limits)), value in zip(OPTIONS.items(), vars(args).values()):
+        if limits and not limits[0] <= value <= limits[1]:
+            raise ValueError(f"{name} must be from {limits[0]} to {limits[1]}, got {value}")
     args.tree = tree_shape(args.tree)
     return args
 
@@ -1489,57 +1444,50 @@ def decode_prompt(args):
     draft = None if args.tree == NO_TREE else pack(load(args.draft, args).to(args.device))
     target = load(args.target, args)
     target = offload(target, args.device) if args.offload else pack(target.to(args.device))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
     # Models only know ids, so both need the same tokens.
-    names = [args.target] if draft is None else [args.target, args.draft]
-    tokenizer, *others = map(transformers.AutoTokenizer.from_pretrained, names)
-    if any(other.get_vocab() != tokenizer.get_vocab() for other in others):
+    if draft and transformers.AutoTokenizer.from_pretrained(args.draft).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{args.target} and {args.draft} have different tokens")
     encode = partial(tokenizer, args.prompt)
     if args.chat:
         message = [{"role": "user", "content": args.prompt}]
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True, return_dict=True)
-    inputs = encode(return_tensors="pt").to(args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    settings = dict(
-        inputs, max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0, top_p=args.top_p,
-        top_k=args.top_k, temperature=args.temperature or None)
+    decoder = Decoder(target, draft, args.tree, args.method, generator)
+    streamer = transformers.TextStreamer(tokenizer)
     if args.explain:
-        tree = Planner(args.tree).tree
-        run = partial(explain, draft or target, tree, tokenizer, generator)
-        target.generate(**settings, custom_generate=run)
-    else:
-        decoder = Decoder(target, draft, args.tree, args.method, generator)
-        decoder.generate(**settings, streamer=transformers.TextStreamer(tokenizer))
-        print(f"\n{decoder.report}", file=sys.stderr)
+        word = lambda token: repr(tokenizer.decode(token))
+        decoder.steps_after = partial(explained_steps, decoder, word)
+        streamer = None
+    ids = decoder.generate(
+        encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
+        do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k,
+        temperature=args.temperature or None)
+    if args.explain:
+        print(tokenizer.decode(ids[0]))
+    print(f"\n{decoder.report}", file=sys.stderr)
 
 @torch.inference_mode()
-def explain(draft, tree, tokenizer, generator, target, input_ids, logits_processor, stopping_criteria,
-            generation_config, **arguments):
-    """Decodes by `step_plainly`, with a model's pass for each text, and prints each step. `generate` calls it
-    as it calls a Decoder."""
-    sampling = Sampling(SEQUOIA, logits_processor)
-    target, draft = CachedModel(target), CachedModel(draft)
-
+def explained_steps(decoder, word, text, sampling, planner, max_length):
+    """What `decoder.steps_after` yields, but by `step_plainly`, with a model's pass for each text, and each
+    step is printed."""
     def scores(model, is_draft, text):
-        logits = widened(model.prefill(text), target.vocabulary)
+        logits = widened(model.prefill(text), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-        if not generation_config.do_sample:
+        if sampling.method is GREEDY:
             # Greedy decoding is the limit of low temperatures. The draft may have any, and needs one at which
             # its second choices are not all alike.
             shaped = shaped / (0.03 if is_draft else 1e-6)
         # What `step_plainly` asks of a draft.
         return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
 
-    text = input_ids[0]
     while True:
-        step = step_plainly(partial(scores, target, False), partial(scores, draft, True), text, tree,
-                            generator, say=print, word=lambda token: repr(tokenizer.decode(token)))
-        print(f"adds {tokenizer.decode(step)!r}\n")
-        for token in step.split(1):
-            text = torch.cat([text, token])
-            if stopping_criteria(text[None], None):
-                print(tokenizer.decode(text))
-                return text[None]
+        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True), text,
+                             planner.tree, decoder.generator, say=print, word=word)
+        print(f"adds {word(added)}\n")
+        text = torch.cat([text, added])
+        *path, token = added.tolist()
+        yield Step(chain(len(path)), [NONE, *path], [*range(1, len(added))], token, None)
 
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
