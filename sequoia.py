@@ -130,7 +130,7 @@ RULED_OUT = -math.inf                            # impossible: is never proposed
 # A token that only the draft rules out is still possible, because the target may want it, but comes late:
 FAR_BELOW = 100                                  # is subtracted where top-k, top-p or min-p rule it out
 UNLIKELY = -1000                                 # replaces the score of a token of probability 0
-TRIED = torch.finfo(torch.float32).min           # replaces that of a token that was rejected
+TRIED = -1e30                                    # replaces that of a token that was rejected
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -151,8 +151,6 @@ def gumbel_noise(u):
 def most_likely(scores, k):
     """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k). Where fewer are possible
     the row ends with NONE."""
-    if k > scores.shape[1]:
-        scores = pad(scores, (0, k - scores.shape[1]), value=RULED_OUT)
     # Among equal scores `max` takes the first, as the argmax of `generate` does. `topk` may take any of them.
     best = scores.max(dim=1, keepdim=True) if k == 1 else scores.topk(k)
     return torch.where(best.values > RULED_OUT, best.indices, NONE)
@@ -267,7 +265,7 @@ def expected_tokens(tree, acceptance_rates):
 
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20"""
-    rates = checked_rates(acceptance_rates)
+    rates = np.atleast_2d(acceptance_rates)
     chance = [1.0]
     for parent, rank in zip(tree.parents[1:], tree.ranks[1:]):
         row = rates[min(tree.depths[parent], len(rates) - 1)]
@@ -279,7 +277,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
     acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, which need
     not fall; or (levels, ranks), row i for nodes on level i, and the last row also for deeper ones.
-    Raises ValueError if these are no probabilities, or if no tree with these ranks and levels is that large.
+    Raises ValueError if no tree with these ranks and levels is that large.
 
     best[k][n]: the most expected tokens that n nodes add below one node, if they are its children of rank k,
     k + 1, ... and their descendants. Child k and its own are m of them, its younger siblings' the rest:
@@ -288,10 +286,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
     where `below` is best[0] one level further down. best[k][0] is 0, and best[k][n] is -inf if n nodes have
     no place there."""
-    rates = checked_rates(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
+    rates = np.atleast_2d(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
-    if min(size, depth) < 1:
-        raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
     # Where no child is left, and so on the last level, no node has a place.
@@ -319,13 +315,6 @@ def optimal_tree(acceptance_rates, size, depth=None):
             left -= share
             rank += 1
     return Tree(parent for parent, _, _ in nodes)
-
-def checked_rates(acceptance_rates):
-    """The rates as an array, (levels, ranks)."""
-    rates = np.atleast_2d(np.asarray(acceptance_rates, dtype=np.float64))
-    if not (rates.min(initial=0) >= 0 and rates.sum(axis=1).max() < 1 + 1e-6):
-        raise ValueError(f"acceptance_rates must be from 0 to 1, on each level at most 1 in sum; got {rates}")
-    return rates
 
 # --- 5  Many nodes at once, and logits processors -----------------------------------------------------------
 # From here on a row is a node: P, R and the draft's scores log_Q are (rows, V), tokens and u (rows, k). Where
@@ -558,8 +547,7 @@ class CachedModel:
         # Not every model's code can leave out logits, so at the end they are cut off again.
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
         output = self.model(
-            # A draft's vocabulary may be padded to a shorter length than the target's.
-            input_ids=text.clamp(max=self.vocabulary - 1)[None],
+            input_ids=text[None],
             # Some models number positions in their own way unless they are given.
             position_ids=torch.arange(len(text), device=text.device)[None],
             past_key_values=cache, use_cache=True, **keep)
@@ -639,7 +627,7 @@ class TreeStep:
 
     def __init__(self, tree, models, generator=None, static=False):
         self.tree = tree
-        self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
+        self.models = models[: tree.depth]                  # without a tree, on one level, nothing is drafted
         self.generator = generator
         store = models[0].store
         self.rand = partial(uniform, generator=generator, device=store.device)
@@ -833,25 +821,21 @@ class Planner:
         # For each tree, the seconds of the last steps with it.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
         self.steps = 0
-        # The tree, and until how many steps it is kept.
-        if isinstance(shape, Tree):
-            self.tree, self.keep_until = shape, math.inf
-        elif shape == "auto":
-            self.tree, self.keep_until = optimal_tree(self.rates(), *FIRST), 0
-        else:
-            self.tree, self.keep_until = optimal_tree(self.rates(), *shape), 16
         # The trees that "auto" times: its first one, none, one of the first one's size with more levels, and
         # later others.
-        self.branched, self.straight = self.tree, chain(FIRST[0] - 1)
-        self.trials = [self.branched, NO_TREE, self.straight]
+        self.trials = []
+        # The tree, and until how many steps it is kept.
+        if shape == "auto":
+            self.tree, self.keep_until = optimal_tree(self.rates(), *FIRST), 0
+            self.trials = [self.tree, NO_TREE, chain(FIRST[0] - 1)]
+        elif isinstance(shape, Tree):
+            self.tree, self.keep_until = shape, math.inf
+        else:
+            self.tree, self.keep_until = optimal_tree(self.rates(), *shape), 16
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         if self.steps < self.keep_until:
-            return self.tree
-        if self.shape != "auto":
-            self.tree = optimal_tree(self.rates(), *self.shape)
-            self.keep_until = 2 * self.steps
             return self.tree
         waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
         if not waiting:
@@ -864,11 +848,14 @@ class Planner:
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
         rates = self.rates()
-        sizes, t, c = self.latency()
-        self.tree = plan(rates, sizes, t, c)
-        if size := size_to_try(self.tree.size, sizes):
-            self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
-            return
+        if self.shape == "auto":
+            sizes, t, c = self.latency()
+            self.tree = plan(rates, sizes, t, c)
+            if size := size_to_try(self.tree.size, sizes):
+                self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
+                return
+        else:
+            self.tree = optimal_tree(rates, *self.shape)
         self.keep_until = 2 * self.steps
         # The first trials lose their oldest times, which may have been slow. One that has too few then is
         # timed once more before the next plan.
@@ -879,9 +866,9 @@ class Planner:
         """The timed sizes, t(n) for each, and c."""
         # Noise only adds to a time, so a low quantile comes closest to the time without it.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
-        # These two have the same size, so their times differ by draft passes alone.
-        passes = self.straight.depth - self.branched.depth
-        c = max(0.0, (typical[self.straight] - typical[self.branched]) / passes)
+        # The first and the third have the same size, so their times differ by draft passes alone.
+        branched, _, straight, *_ = self.trials
+        c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
         t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
@@ -938,7 +925,7 @@ def verify_by_spectr(P, log_Q, tokens, u):
     Q = log_Q.softmax(dim=1)
     # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
-    k = exists.sum(dim=1, keepdim=True).double()                                            # (rows, 1)
+    k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
     low, high = torch.zeros_like(k), k
     for _ in range(50):
         rho = (low + high) / 2
@@ -948,7 +935,7 @@ def verify_by_spectr(P, log_Q, tokens, u):
         high = torch.where(enough, rho, high)
     s = tokens.clamp(min=0)
     accepted = exists & (u < P.gather(1, s) / (high * Q.gather(1, s)))
-    return first_accepted(accepted), or_else((P - high * Q).clamp(min=0).to(P), P)
+    return first_accepted(accepted), or_else((P - high * Q).clamp(min=0), P)
 
 # With naive, topk and gumbel the target draws its own token before it sees a child. P is 1 there and 0
 # elsewhere, and the child that is this token is accepted, which is lossless however children were chosen.
@@ -957,14 +944,12 @@ def verify_by_matching(P, log_Q, tokens, u):
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
-def one_hot(tokens, scores):
-    return (torch.arange(scores.shape[1], device=scores.device) == tokens).to(scores)
+def own_token(propose, scores, rand):
+    token = propose(scores, 1, rand)
+    return (torch.arange(scores.shape[1], device=scores.device) == token).to(scores)
 
-def token_drawn(scores, rand):
-    return one_hot(draw(scores.softmax(dim=1), rand(len(scores), 1)), scores)
-
-def likeliest_token(scores, rand):
-    return one_hot(most_likely(scores, 1), scores)
+token_drawn = partial(own_token, propose_independent)
+likeliest_token = partial(own_token, propose_likeliest)
 
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
@@ -1027,7 +1012,7 @@ def tree_shape(tree):
         return Tree(tree.parents)
     with contextlib.suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
-        if nodes <= MAX_NODES:
+        if 0 < nodes <= MAX_NODES:
             return nodes, levels
     raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
                      f"up to {MAX_NODES} nodes; got {tree!r}")
@@ -1109,7 +1094,7 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
-        check_call(self.target, input_ids, generation_config, arguments)
+        check_call(model, input_ids, generation_config, arguments)
         method = self.method if generation_config.do_sample else GREEDY
         processors = [*logits_processor]
         if generation_config.do_sample and method is GREEDY:
@@ -1182,7 +1167,8 @@ class Decoder:
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             drafts = tree.depth > 1
             if drafts and not draft_is_current:
-                self.draft.prefill(text[:-1])
+                # Its vocabulary may be padded to a shorter length than the target's.
+                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
                 if text.is_cuda:
                     torch.cuda.synchronize(text.device)                 # so that the step alone is timed
             draft_is_current = drafts
@@ -1264,7 +1250,6 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
-    length, context, vocabulary = ids.shape[1], target.context, target.vocabulary
     mode = config.get_generation_mode()
     reasons = {
         mode: mode not in ("greedy_search", "sample", "assisted_generation"),
@@ -1272,12 +1257,10 @@ def check_call(target, ids, config, arguments):
         "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
         "several texts": len(ids) > 1,
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
-        "a target in training mode: call its eval()": target.model.training,
-        f"ids outside 0 to {vocabulary - 1}": ((ids < 0) | (ids >= vocabulary)).any(),
-        f"a prompt of {length} tokens, where the target takes 1 to {context}": not 0 < length <= context}
+        "a target in training mode: call its eval()": target.training}
     reasons |= {name: getattr(config, name, None) for name in OUTPUTS}
     # These may be given, but only with their default values.
-    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": torch.arange(length, device=ids.device)}
+    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": torch.arange(ids.shape[1], device=ids.device)}
     for name, value in arguments.items():
         # An argument that is not given arrives as None, or as an empty dictionary.
         if value is not None and value != {}:
@@ -1340,7 +1323,7 @@ def pack(model):
     if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
-    cached.prefill(torch.arange(4))
+    cached.prefill(torch.arange(2))
     # Examples of 3, 15 and 1 nodes, behind 4, 16 and 60 tokens, the last one with a larger cache. So they
     # differ in all that may vary.
     layout = Layout(k_ary(2, 4), "cpu")

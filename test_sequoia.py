@@ -173,9 +173,9 @@ def test_the_largest_scores_plus_noise_are_drawn_without_replacement_and_specinf
 
 @quick
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("k", [1, 2, 4])
 def test_where_fewer_tokens_are_possible_than_children_the_row_ends_with_none(name, k):
-    """Also where the vocabulary is smaller than k. With replacement a possible token comes again instead."""
+    """With replacement a possible token comes again instead."""
     q = torch.tensor([[0.0, RULED_OUT, 1, RULED_OUT], [RULED_OUT] * 4, [math.nan] * 4])
     tokens = METHODS[name].propose(q, k, random_for(0))
     assert tokens.shape == (3, k)
@@ -417,17 +417,10 @@ def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, de
             with pytest.raises(ValueError, match=f"largest has {max(best)}$"):
                 optimal_tree(rates, size, depth)
 
-@pytest.mark.parametrize("rates, size, reason", [
-    ([], 2, "largest has 1$"), ([0.5], 0, "at least 1, got 0"), ([0.5], -1, "at least 1, got -1"),
-    ([0.5, -0.1], 3, "from 0 to 1"),
-    ([0.5, np.nan], 3, "from 0"), ([np.inf], 3, "from 0"), ([[0.6, 0.1], [0.6, 0.4001]], 3, "at most 1")])
-def test_rates_and_sizes_without_a_tree_are_errors_that_say_why(rates, size, reason):
-    with pytest.raises(ValueError, match=reason):
-        optimal_tree(rates, size)
-
 def test_a_child_beyond_the_last_rate_is_never_accepted_and_depth_is_free_by_default():
-    with pytest.raises(ValueError, match="got 3 and 0"):
-        optimal_tree([0.5], 3, 0)
+    for rates, depth, most in (([], None, 1), ([0.5], 0, 1), ([0.5, 0.5], 2, 3)):
+        with pytest.raises(ValueError, match=f"size=5 is too large: .* largest has {most}$"):
+            optimal_tree(rates, 5, depth)
     assert expected_tokens(Tree([-1, 0, 0, 2]), [0.5]) == 1.5
     assert expected_tokens(chain(2), []) == 1
     assert expected_tokens(Tree([-1, 0, 0, 1, 3]), [0.6, 0.2, 0.1]) == pytest.approx(2.376)
@@ -1083,6 +1076,7 @@ def test_a_missing_child_was_not_tried():
     """Where a grammar allows one token in two of three steps: a second child is as good as where it is."""
     tree = k_ary(2, 3)
     planner = Planner(tree)
+    planner.trials.append(tree)
     for i in range(3000):
         tokens = [5, 7, NONE, NONE, NONE, NONE, NONE] if i % 3 else [5, 7, 8, 9, 10, 11, 12]
         planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, 1.0 + i))
@@ -1552,8 +1546,6 @@ def test_the_end_of_the_context_is_an_error_only_if_the_text_gets_there():
     for length in (50, 64):
         with pytest.raises(ValueError, match="fills the target's context of 64 tokens"):
             decoder.generate(prompt_of(length), max_length=66)
-    with pytest.raises(ValueError, match="a prompt of 65 tokens, where the target takes 1 to 64"):
-        decoder.generate(prompt_of(65), max_new_tokens=2)
 
 OF_32 = dict(rope_theta=1e4, original_max_position_embeddings=32)
 ROPES = {"yarn": dict(OF_32, rope_type="yarn", factor=4.0),
@@ -1716,10 +1708,7 @@ REFUSED = {
     "a cache of your own": dict(past_key_values=transformers.DynamicCache()), "SynthID": dict(
         watermarking_config=SYNTH_ID),
     "up to 1024 nodes": dict(tree="1025x7"), "100 is too large": dict(tree=(100, 2)),
-    "a prompt of 0 tokens, where the target takes 1 to 256": dict(prompt=prompt_of(0)),
-    "ids outside 0 to 63": dict(prompt=torch.tensor([[5, 64]])),
-    "ids out": dict(prompt=torch.tensor([[-1, 63]])),
-    "tree must|at least 1": dict(tree=(0, 2)), "got None": dict(tree=None),
+    "got .0, 2.": dict(tree=(0, 2)), "2 is too large": dict(tree=(2, 0)), "got None": dict(tree=None),
     "fills the target's context of 256 tokens": dict(max_new_tokens=246),
     "sequoia, specinfer, .* got 'magic'": dict(method="magic"),
     "ruled out every token": dict(logits_processor=NEVER)}
