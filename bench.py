@@ -601,12 +601,11 @@ def rejection_rates(method, temperature, logits):
     for i, (target, draft) in enumerate(logits):
         p = sampling.processed(None, target, False)
         q = sampling.processed(None, draft, True)
-        if method.shares_noise:
-            seed = torch.randint(2**62, (1,), generator=generator, device=p.device)
-            noise = sequoia.shared_noise(seed, torch.arange(len(p), device=p.device)[:, None], p.shape[1])
+        random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
+        if method is METHODS["gumbel"]:
+            noise = sequoia.gumbel_noise(random(*p.shape))
             p += noise
             q += noise
-        random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
         tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
         for j, k in enumerate(CHILDREN):
             # SpecTr's ratios depend on how many children there are, so each k is verified by itself.

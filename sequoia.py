@@ -528,7 +528,7 @@ class CachedModel:
         kinds = getattr(config, "layer_types", None) or ["every layer"]
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
-        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.vocabulary = config.vocab_size
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens):
@@ -611,7 +611,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass, and while a GPU warms up and captures
+    seconds: float | None            # None for a prompt's pass
 
     @property
     def tokens(self):
@@ -636,7 +636,6 @@ class TreeStep:
         self.base = torch.zeros_like(self.layout.nodes[:1])
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
         self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
-        self.calls = 0
         self.graph = self.result = None
 
     def __call__(self, text, sampling):
@@ -646,17 +645,15 @@ class TreeStep:
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
         self.tokens[-2:-1] = text[-2:-1]
-        self.calls += 1
-        # The first call on a GPU warms up, the second one captures. Their tokens count, their times do not.
-        untimed = 2 if self.static else int(text.is_cuda)
-        if self.static and self.calls == 2:
+        # The first call on a GPU warms up, and the second one is captured.
+        if self.static and self.result is not None and not self.graph:
             self.capture(text, sampling)
         if self.graph:
             self.graph.replay()
         else:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
-        seconds = time.perf_counter() - begun if self.calls > untimed else None
+        seconds = time.perf_counter() - begun
         return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
@@ -864,7 +861,8 @@ class Planner:
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise only adds to a time, so a low quantile comes closest to the time without it.
+        # Noise only adds to a time, and so does a GPU's warming up and capturing, so a low quantile comes
+        # closest to the time without it.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
         # The first and the third have the same size, so their times differ by draft passes alone.
         branched, _, straight, *_ = self.trials
@@ -1066,7 +1064,7 @@ class Decoder:
         self.target = models[0]
         self.draft = models[-1]                  # without a draft the target, which then drafts nothing
         # An offloaded model's pass needs the host.
-        is_offloaded = any(hasattr(model, "_sequoia_offloaded") for model in used)
+        is_offloaded = hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         # The last few steps are kept, because they may hold graphs. One is good for a tree, for caches of
         # some capacities, and for some settings.
