@@ -467,7 +467,7 @@ class Layout:
         children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         passes            a `DraftPass` for each level but the root's"""
 
-    def __init__(self, tree, device, dtype=torch.float32):
+    def __init__(self, tree, device):
         ids = partial(torch.tensor, dtype=torch.long, device=device)
 
         def padded(rows):
@@ -480,7 +480,7 @@ class Layout:
         self.position_offsets = ids([*tree.depths, -1])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
-        self.mask = torch.where(seen, 0.0, RULED_OUT).to(device, dtype)
+        self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
         for level in range(tree.depth - 1):
@@ -632,7 +632,7 @@ class TreeStep:
         store = models[0].store
         self.rand = partial(uniform, generator=generator, device=store.device)
         self.static = static
-        self.layout = Layout(tree, store.device, store.dtype)
+        self.layout = Layout(tree, store.device)
         self.base = torch.zeros_like(self.layout.nodes[:1])
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
         self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
@@ -728,7 +728,7 @@ def walk(layout, try_children):
         children = layout.tree.children[node]
         rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
         if rank == len(children):
-            return torch.cat([layout.nodes[node : node + 1] for node in path]), weights
+            return layout.nodes.new_tensor(path), weights
         path.append(children[rank])
 
 def walk_without_branches(layout, try_children):
@@ -861,8 +861,8 @@ class Planner:
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise only adds to a time, and so does a GPU's warming up and capturing, so a low quantile comes
-        # closest to the time without it.
+        # Noise only adds to a time, and so do a GPU's first calls and a draft's prompt, so a low quantile
+        # comes closest to the time without.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
         # The first and the third have the same size, so their times differ by draft passes alone.
         branched, _, straight, *_ = self.trials
@@ -884,7 +884,7 @@ class Planner:
                 if child in step.path:
                     self.accepted[rank] += 1
                     break
-        if step.seconds and step.tree in self.trials:
+        if step.tree in self.trials:
             self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
@@ -1167,8 +1167,6 @@ class Decoder:
             if drafts and not draft_is_current:
                 # Its vocabulary may be padded to a shorter length than the target's.
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
-                if text.is_cuda:
-                    torch.cuda.synchronize(text.device)                 # so that the step alone is timed
             draft_is_current = drafts
             capacities = tuple(model.reserve(len(text) + tree.size) for model in (self.target, self.draft))
             step = self.tree_step(tree, is_static, capacities, sampling.settings)(text, sampling)
