@@ -952,9 +952,9 @@ likeliest_token = partial(own_token, propose_likeliest)
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
     plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
-    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. Algorithm 2
-    reaches 1 - d, but it must not share noise, because its test needs a random number that is independent of
-    the proposal.
+    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. (Algorithm
+    2 reaches 1 - d, but it must not share noise, because its test needs a random number that is independent
+    of the proposal.)
 
     The noise depends on nothing but the seed, the position and the token, so a seed names the text, whatever
     the tree and the draft."""
@@ -1059,10 +1059,10 @@ class Decoder:
         self.on_step = on_step or (lambda step: None)
         # For each way of sampling: children are then accepted more or less often.
         self.planners = collections.defaultdict(partial(Planner, self.tree))
-        used = [target] if self.tree == NO_TREE else [target, draft]
-        models = [CachedModel(check_fit(model)) for model in used]
-        self.target = models[0]
-        self.draft = models[-1]                  # without a draft the target, which then drafts nothing
+        self.target = CachedModel(check_fit(target))
+        # Without a tree the target stands in, because nothing is drafted.
+        self.draft = self.target if self.tree == NO_TREE else CachedModel(check_fit(draft))
+        models = self.target, self.draft
         # An offloaded model's pass needs the host.
         is_offloaded = hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
@@ -1102,8 +1102,8 @@ class Decoder:
         sampling = Sampling(method, processors, ends)
         planner = self.planners[sampling.settings]
         max_length = stopping_criteria.max_length or sys.maxsize
-        stream = (lambda ids: streamer.put(ids.cpu())) if streamer is not None else (lambda ids: None)
-        stream(input_ids)
+        stream = streamer.put if streamer is not None else (lambda ids: None)
+        stream(input_ids.cpu())
         text = input_ids[0].to(model.device).long()
         steps = 0
         is_done = False
@@ -1112,10 +1112,10 @@ class Decoder:
             steps += 1
             for token in step.tokens:
                 if token == NONE:
-                    raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
-                                     "out every token")
+                    raise ValueError("no token to choose: the target's logits are NaN, or the processors "
+                                     "ruled out every token")
                 text = torch.cat([text, text.new_tensor([token])])
-                stream(text[-1:])
+                stream(text[-1:].cpu())
                 # Criteria are asked after every token, because accepted ones may go on behind the end.
                 is_done = stopping_criteria(text[None], None)
                 if is_done:
@@ -1256,7 +1256,8 @@ def check_call(target, ids, config, arguments):
         "a target in training mode: call its eval()": target.training}
     reasons |= {name: getattr(config, name, None) for name in OUTPUTS}
     # These may be given, but only with their default values.
-    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": torch.arange(ids.shape[1], device=ids.device)}
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
     for name, value in arguments.items():
         # An argument that is not given arrives as None, or as an empty dictionary.
         if value is not None and value != {}:
@@ -1461,8 +1462,8 @@ def explained_steps(decoder, word, text, sampling, planner, max_length):
         return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
 
     while True:
-        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True), text,
-                             planner.tree, decoder.generator, say=print, word=word)
+        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True),
+                             text, planner.tree, decoder.generator, say=print, word=word)
         print(f"adds {word(added)}\n")
         text = torch.cat([text, added])
         *path, token = added.tolist()
