@@ -1063,13 +1063,17 @@ class Decoder:
         # Without a tree the target stands in, because nothing is drafted.
         self.draft = self.target if self.tree == NO_TREE else CachedModel(check_fit(draft))
         models = self.target, self.draft
+        # gumbel draws only a text's seed from the caller's generator, so that the next text's seed does not
+        # depend on this one's trees. Its steps need no random numbers.
+        step_generator = torch.Generator(target.device) if self.method is GREEDY else generator
+        self.rand = partial(uniform, generator=step_generator, device=target.device)
         # An offloaded model's pass needs the host.
         is_offloaded = hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         # The last few steps are kept, because they may hold graphs. One is good for a tree, for caches of
         # some capacities, and for some settings.
         self.tree_step = lru_cache(8)(
-            lambda tree, is_static, capacities, settings: TreeStep(tree, models, generator, is_static))
+            lambda tree, is_static, capacities, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
         self.report = None
 
@@ -1134,9 +1138,8 @@ class Decoder:
     def steps_after(self, text, sampling, planner, max_length):
         """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
         logits = self.target.prefill(text, PROBE_TOKENS)
-        rand = partial(uniform, generator=self.generator, device=text.device)
-        P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), rand)
-        token = draw(P, rand(1, 1)).item()
+        P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
+        token = draw(P, self.rand(1, 1)).item()
         step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
         yield step
         # Probe only now, so that the first token does not wait for it.
