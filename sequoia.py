@@ -126,11 +126,11 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -math.inf                            # impossible: is never proposed and never drawn
-# A token that only the draft rules out is still possible, because the target may want it, but comes late:
-FAR_BELOW = 100                                  # is subtracted where top-k, top-p or min-p rule it out
-UNLIKELY = -1000                                 # replaces the score of a token of probability 0
-TRIED = -1e30                                    # replaces that of a token that was rejected
+RULED_OUT = -math.inf           # impossible: never proposed, never drawn
+# What only the draft rules out stays possible, because the target may want it. It is proposed in this order:
+FAR_BELOW = 100                 # subtracted from what top-k, top-p or min-p would cut
+UNLIKELY = -1000                # the score of a token of probability 0
+TRIED = -1e30                   # the score of a rejected token; of a row of -inf there is no softmax
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -221,25 +221,25 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
     in float64 they become a probability of about 0. No node may have more children than there are tokens.
     say, word: see `verify_one_node`."""
-    # 1. Random numbers, in the order in which section 6 draws them: for each level with children below it a
-    # row of noise to propose them by; and for each node's children numbers to accept or reject them by. The
-    # nodes of a level can share noise, because only one is reached, and which one does not depend on it.
     rand = partial(uniform, generator=generator, device=text.device)
-    vocabulary = len(draft(text))                   # a pass just to learn this, and to keep the rest simple
-    noise = [gumbel_noise(rand(1, vocabulary)) for _ in range(tree.depth - 1)]            # (1, V) each
-    u = rand(tree.size, max(map(len, tree.children)))
-    # 2. The draft grows the tree. Each node with children proposes them, so texts come in level order.
+    # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order. The
+    # nodes of a level can share the noise, because only one of them is reached, and which one was settled by
+    # the levels above.
     texts = [text]
     log_Q = {}
+    noise = []
     for node, children in enumerate(tree.children):
         if children:
             log_Q[node] = draft(texts[node]).double()
-            proposed = most_likely(log_Q[node][None] + noise[tree.depths[node]], len(children))
-            texts += [torch.cat([texts[node], token]) for token in proposed.T]
+            if tree.depths[node] == len(noise):
+                noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
+            proposed = most_likely(log_Q[node] + noise[tree.depths[node]], len(children))
+            texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
     say(tree.drawing([word(node_text[-1]) for node_text in texts]))
-    # 3. The target scores every node's text. (Section 6 does this in one pass.)
+    # 2. The target scores every node's text. (Section 6 does this in one pass.)
     scores = [target(node_text) for node_text in texts]
-    # 4. Algorithm 2 walks down from the root, as long as a child is accepted.
+    # 3. Algorithm 2 walks down from the root, as long as a child is accepted.
+    u = rand(tree.size, max(map(len, tree.children)))
     node = 0
     R = scores[node].softmax(dim=0)
     while children := tree.children[node]:
@@ -249,7 +249,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             break
         node = children[rank]
         R = scores[node].softmax(dim=0)
-    # 5. One more token is drawn from what rejections have left of the target.
+    # 4. One more token is drawn from what rejections have left of the target.
     last = draw(R[None], rand(1, 1))[0]
     say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
     return torch.cat([texts[node][len(text) :], last])
@@ -290,21 +290,23 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
-    # Where no child is left, and so on the last level, no node has a place.
-    best = no_child = np.where(n[:, 0] == 0, 0.0, -np.inf)                                  # (n,)
+    # Where no child is left, and so below the last level, no node has a place.
+    no_child = np.where(n[:, 0] == 0, 0.0, -np.inf)                                         # (n,)
+    below = no_child
     shares = {}                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
-        below, best = best, no_child
         row = rates[min(level, len(rates) - 1)]
+        younger = no_child                                      # best[k + 1], of no child yet
         for rank in reversed(range(len(row))):
-            younger = best
+            # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
-            best = value.max(axis=1)
-            best[0] = 0.0                                       # no nodes
             shares[level, rank] = 1 + value.argmax(axis=1)
-    if best[size - 1] == -np.inf:
+            younger = value.max(axis=1)                         # best[k], for the next elder child
+            younger[0] = 0.0
+        below = younger
+    if below[size - 1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
-                         f"has {np.isfinite(best).sum()}")
+                         f"has {np.isfinite(below).sum()}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
     nodes = [(NONE, 0, size - 1)]
     for node, (_, level, left) in enumerate(nodes):
@@ -336,12 +338,12 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank in range(tokens.shape[1]):
         s = tokens[:, rank, None].clamp(min=0)                                              # (rows, 1)
         exists = tokens[:, rank, None] != NONE
-        # The softmax normalises what is left of the draft. Instead of dividing R by its sum we multiply D by
-        # it, so R / D and the form of R - D stay. A missing child takes nothing from R.
+        # R is not divided by its sum. So D is multiplied by it, which leaves the ratio R / D as it would be,
+        # and scales R - D. (The softmax normalises D.) A missing child takes nothing from R.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
-            break                               # one row, as in `walk`, needs no more
+            break                               # one row, as in `walk` (never in a graph), needs no more
         R = (R - D).clamp(min=0)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
@@ -392,7 +394,7 @@ class Sampling:
         values = [(type(processor), *vars(processor).values()) for processor in blind]
         self.settings = method, self.reads_text, *values
 
-    def scores(self, logits, is_draft, nodes, tree, tokens, text):
+    def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
         reads a text is given `text`, which ends with the root, and the tokens from there to the node."""
         if not self.reads_text:
@@ -439,15 +441,15 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Previous, the token before the root, is there for the draft. The draft is never fed a leaf, because a leaf
-# proposes nothing. So if the last accepted node was a leaf, the draft's cache lacks its entry, and that node
-# is previous now. Every step therefore feeds the draft previous again, together with the root; at worst that
-# writes the same entry twice.
+# *Previous* is the token before the root. The draft is never fed a leaf, because a leaf proposes nothing. So
+# if the last accepted node was a leaf, the draft's cache lacks its entry, and now it is previous. Therefore
+# the first pass of every step feeds the draft previous and the root; at worst that writes the same entry
+# twice.
 
 class DraftPass(NamedTuple):
     """What grows one level. On the right both passes for the tree above, where previous has the number 4."""
     parents: Tensor          # the nodes of the level before with children       [0]         [1]
-    fed: Tensor              # the draft is fed these, and first also previous   [4, 0]      [1]
+    fed: Tensor              # the same, but in the first pass previous before   [4, 0]      [1]
     children: Tensor         # of each parent, padded with NONE                  [[1, 2]]    [[3]]
 
 class Place(NamedTuple):
@@ -493,6 +495,7 @@ class Layout:
         slots = base + self.slot_offsets
         positions = base + self.position_offsets
         read = torch.arange(visible, device=base.device)
+        # Column 0 of the mask is for all slots before base, 1 + i for node i, size + 1 for all behind.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
         # A slot's number is its position, except in the tree.
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])
@@ -528,7 +531,7 @@ class CachedModel:
         kinds = getattr(config, "layer_types", None) or ["every layer"]
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
-        self.vocabulary = config.vocab_size
+        self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens):
@@ -627,7 +630,7 @@ class TreeStep:
 
     def __init__(self, tree, models, generator=None, static=False):
         self.tree = tree
-        self.models = models[: tree.depth]                  # without a tree, on one level, nothing is drafted
+        self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
         self.generator = generator
         store = models[0].store
         self.rand = partial(uniform, generator=generator, device=store.device)
@@ -659,7 +662,7 @@ class TreeStep:
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
         target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
-        scores_of = partial(sampling.scores, tree=layout.tree, tokens=tokens, text=text)
+        scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
 
         # 1. The tree takes its place after the text.
         visible = len(text) - 1 + layout.tree.size
@@ -674,15 +677,13 @@ class TreeStep:
         # 4. Algorithm 2 walks down from the root.
         u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
 
-        def try_children(parents, children):
-            scores = scores_of(logits[parents], is_draft=False, nodes=layout.nodes[parents])
+        def try_children(rows, children):
+            scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
             P = method.target_P(scores, self.rand)
-            if not children.shape[1]:
-                # The token after a leaf is drawn from P itself.
-                return torch.zeros_like(layout.nodes[parents]), P
-            return method.verify(P, log_Q[parents], tokens[children], u[parents, : children.shape[1]])
+            return method.verify(P, log_Q[rows], tokens[children], u[rows, : children.shape[1]])
 
-        path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
+        chosen_walk = walk_without_branches if self.static else walk
+        path, weights = chosen_walk(layout, try_children)
         # 5. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         # 6. The accepted nodes' entries move up behind the text.
@@ -700,9 +701,9 @@ class TreeStep:
             logits = widened(logits, vocabulary)
             guesses = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, guesses)
-            # The nodes of a level share a row of random numbers, see `step_plainly`.
+            # The nodes of a level share a row of random numbers, see `step_plainly`. What is proposed for the
+            # padding of children goes to the last place, which is then NONE again.
             tokens[children] = propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
-            # What was proposed for the padding of children went to the last place.
             tokens[-1].fill_(NONE)
         return log_Q
 
@@ -719,9 +720,9 @@ class TreeStep:
             self.static = False
 
 def walk(layout, try_children):
-    """Step 4 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
-    draw the token after them, (1, V). try_children: from a slice of the nodes and their children to ranks and
-    weights, as `verify_nodes` returns them."""
+    """Step 3 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
+    draw the token after them, (1, V). try_children: from rows, a slice of the nodes, and their children to
+    ranks and weights, as `verify_nodes` returns them. (Of no children it returns rank 0 and P.)"""
     path = [0]
     while True:
         node = path[-1]
@@ -734,17 +735,18 @@ def walk(layout, try_children):
 def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
     rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If in the
-    tree above node 1 is accepted and then nothing, it reaches 0, 1, NONE, and the path is 0, 1, 1."""
+    tree above node 1 is accepted and then nothing, following is [1, NONE, NONE, NONE, NONE], where the last
+    one is what follows NONE, so the walk reaches 0, 1, NONE, and the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.children[:, :-1])
     # Where no child is accepted, this is the NONE behind them.
     following = layout.children.gather(1, rank[:, None])[:, 0]
-    following = pad(following, (0, 1), value=NONE)          # the last element, which the index NONE reads
+    following = pad(following, (0, 1), value=NONE)
     path = [layout.nodes[:1]]
     reached = path[0]
     for _ in layout.passes:
-        reached = following[reached]                                        # 0, then 1, then NONE
+        reached = following[reached]
         # Children have larger numbers than their parents, and NONE is smaller than any.
-        path.append(torch.maximum(path[-1], reached))                       # 0, then 1, then 1 again
+        path.append(torch.maximum(path[-1], reached))
     return torch.cat(path), weights[path[-1]]
 
 def widened(logits, vocabulary):
@@ -757,18 +759,18 @@ def widened(logits, vocabulary):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-# The most nodes and levels that are planned.
+# The most nodes and levels that `plan` considers.
 MAX_NODES, MAX_LEVELS = 1024, 24
-# The first tree of "auto", of these nodes and levels, is a decent one.
-FIRST = 8, 4
-# How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess, for
-# a decent draft, counts as much as PRIOR_TRIES tries.
+# The first tree of "auto" has these nodes and levels.
+FIRST_SHAPE = 8, 4
+# How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess fits
+# a decent draft, and counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
 MIN_TIMINGS, KEPT_TIMINGS = 4, 60
-# Trials start when the steps so far, in all texts, plus the tokens that this text can still get reach this.
-# Before that they would cost more time than a plan could win back.
+# Trials wait until the steps so far, in all texts, and the tokens that this text can still get are this many
+# together, because in less text a plan could not win back what they cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -815,32 +817,33 @@ class Planner:
         self.shape = shape
         # How often a node's first, second, ... child was tried, and accepted.
         self.tried, self.accepted = np.zeros((2, len(PRIOR)))
-        # For each tree, the seconds of the last steps with it.
+        # For each tree that "auto" tries, the seconds of the last steps with it.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
         self.steps = 0
-        # The trees that "auto" times: its first one, none, one of the first one's size with more levels, and
-        # later others.
-        self.trials = []
+        # "auto" starts with a tree of few levels and no tree, and with as many nodes on more levels. It times
+        # these, and later others.
+        self.branched = optimal_tree(self.rates(), *FIRST_SHAPE)
+        self.straight = chain(self.branched.size - 1)
+        self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
         # The tree, and until how many steps it is kept.
-        if shape == "auto":
-            self.tree, self.keep_until = optimal_tree(self.rates(), *FIRST), 0
-            self.trials = [self.tree, NO_TREE, chain(FIRST[0] - 1)]
-        elif isinstance(shape, Tree):
+        if isinstance(shape, Tree):
             self.tree, self.keep_until = shape, math.inf
+        elif shape == "auto":
+            self.tree, self.keep_until = self.branched, 0
         else:
             self.tree, self.keep_until = optimal_tree(self.rates(), *shape), 16
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        if self.steps < self.keep_until:
-            return self.tree
-        waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
-        if not waiting:
+        # A plan either asks for one more trial or is kept.
+        while self.steps >= self.keep_until:
+            waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
+            if waiting:
+                # A tree that is cut at the text's end tells nothing about the whole one.
+                is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left
+                return waiting[0] if is_worth_it else self.tree
             self.plan_again()
-            return self.next_tree(tokens_left)
-        # A tree that is cut at the text's end tells nothing about the whole one.
-        is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left
-        return waiting[0] if is_worth_it else self.tree
+        return self.tree
 
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
@@ -849,24 +852,25 @@ class Planner:
             sizes, t, c = self.latency()
             self.tree = plan(rates, sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
+                # Levels of its own, because a larger tree wants more.
                 self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
                 return
         else:
             self.tree = optimal_tree(rates, *self.shape)
+        # Kept until the steps have doubled. The first trials lose their oldest times, which may have been
+        # slow, and so each is timed once more before the next plan.
         self.keep_until = 2 * self.steps
-        # The first trials lose their oldest times, which may have been slow. One that has too few then is
-        # timed once more before the next plan.
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise only adds to a time, and so do a GPU's first calls and a draft's prompt, so a low quantile
-        # comes closest to the time without.
+        # Noise only adds to a time, and so do a GPU's first calls, so a low quantile comes closest to the
+        # time without them.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
-        # The first and the third have the same size, so their times differ by draft passes alone.
-        branched, _, straight, *_ = self.trials
-        c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
+        # These two have the same size, so their times differ by draft passes alone.
+        passes = self.straight.depth - self.branched.depth
+        c = max(0.0, (typical[self.straight] - typical[self.branched]) / passes)
         t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
@@ -966,16 +970,17 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
+# Greedy decoding, which is also what every other method comes to at temperature 0. With the same noise added
+# to both models' scores it is sampling, and that is gumbel.
+GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
     "sequoia": SEQUOIA,
     "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True), distribution),
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
     "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    "gumbel": Method(propose_likeliest, verify_by_matching, likeliest_token),
+    "gumbel": GREEDY,
 }
-# Without its noise gumbel is greedy decoding, and at temperature 0 all methods add the same tokens.
-GREEDY = METHODS["gumbel"]
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
@@ -996,7 +1001,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #         Decoder.generate                                     makes itself the call's custom_generate
 #             target.generate                                  prepares ids, processors, stopping criteria
 #                 Decoder.__call__                             adds tokens until a criterion is met
-#                     Decoder.steps_after                      plans and runs one step after another
+#                     Decoder.tokens_after                     plans and runs one step after another
 #                         TreeStep.__call__                    section 6
 
 def tree_shape(tree):
@@ -1070,11 +1075,12 @@ class Decoder:
         # An offloaded model's pass needs the host.
         is_offloaded = hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        # The last few steps are kept, because they may hold graphs. One is good for a tree, for caches of
-        # some capacities, and for some settings.
-        self.tree_step = lru_cache(8)(
+        # The last few TreeSteps are kept, because they may hold graphs. These are good for caches of the same
+        # capacities and for the same settings alone, so both are a part of the key.
+        self.kept_step = lru_cache(8)(
             lambda tree, is_static, capacities, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
+        self.steps = 0
         self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
@@ -1109,39 +1115,33 @@ class Decoder:
         stream = streamer.put if streamer is not None else (lambda ids: None)
         stream(input_ids.cpu())
         text = input_ids[0].to(model.device).long()
-        steps = 0
-        is_done = False
-        for step in self.steps_after(text, sampling, planner, max_length):
-            self.on_step(step)
-            steps += 1
-            for token in step.tokens:
-                if token == NONE:
-                    raise ValueError("no token to choose: the target's logits are NaN, or the processors "
-                                     "ruled out every token")
-                text = torch.cat([text, text.new_tensor([token])])
-                stream(text[-1:].cpu())
-                # Criteria are asked after every token, because accepted ones may go on behind the end.
-                is_done = stopping_criteria(text[None], None)
-                if is_done:
-                    break
-            if is_done:
+        for token in self.tokens_after(text, sampling, planner, max_length):
+            if token == NONE:
+                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
+                                 "out every token")
+            text = torch.cat([text, text.new_tensor([token])])
+            stream(torch.tensor([token]))
+            # Criteria are asked after every token, because accepted ones may go on behind the end.
+            if stopping_criteria(text[None], None):
                 break
         if streamer is not None:
             streamer.end()
         seconds = time.perf_counter() - begun
-        self.report = Report(len(text) - input_ids.shape[1], steps, seconds, planner.tree)
+        self.report = Report(len(text) - input_ids.shape[1], self.steps, seconds, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
         return text[None]
 
     @torch.inference_mode()
-    def steps_after(self, text, sampling, planner, max_length):
-        """Yields the Steps after a text, (length,). The first one is the prompt's pass, without a tree."""
+    def tokens_after(self, text, sampling, planner, max_length):
+        """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
+        # The first step is the prompt's pass, without a tree.
         logits = self.target.prefill(text, PROBE_TOKENS)
         P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
-        token = draw(P, self.rand(1, 1)).item()
-        step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
-        yield step
+        step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
+        self.steps = 1
+        self.on_step(step)
+        yield step.token
         # Probe only now, so that the first token does not wait for it.
         if not self.probed:
             probe(self.target, text, logits)
@@ -1150,8 +1150,8 @@ class Decoder:
         draft_is_current = False
         while True:
             text = torch.cat([text, text.new_tensor(step.tokens)])
+            # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
-            # At max_length the caller has stopped, so this is the end of the context.
             if left <= 0:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
                                  f"longrope its original length, because beyond it all earlier keys would be "
@@ -1159,22 +1159,26 @@ class Decoder:
             tree = planner.next_tree(left)
             if len(text) + tree.depth > self.draft.context + 1:
                 tree = NO_TREE
+            find_step = self.kept_step
             is_static = self.cuda_graph and not sampling.reads_text
             if tree.depth > left:
-                # A step adds at most one token per level, so the levels behind the end are cut. No such tree
-                # comes often enough for a graph.
+                # A step adds at most one token per level, so the levels behind the end are cut. Such a tree
+                # comes seldom, so it must not push out a kept one.
                 tree = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+                find_step = find_step.__wrapped__
                 is_static = False
-            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             drafts = tree.depth > 1
             if drafts and not draft_is_current:
                 # Its vocabulary may be padded to a shorter length than the target's.
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
+            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             draft_is_current = drafts
             capacities = tuple(model.reserve(len(text) + tree.size) for model in (self.target, self.draft))
-            step = self.tree_step(tree, is_static, capacities, sampling.settings)(text, sampling)
+            step = find_step(tree, is_static, capacities, sampling.settings)(text, sampling)
             planner.learn(step)
-            yield step
+            self.steps += 1
+            self.on_step(step)
+            yield from step.tokens
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1219,8 +1223,8 @@ def probe(target, text, logits):
     last tokens. These are scored again, in a tree where each has a twin, and must have the distributions of
     the prompt's pass, up to rounding. For a prompt that ends with a, b, c this is the tree:
 
-        a─┬─b───c        the twins
-          └─b───c        with the root the prompt's own tokens"""
+        a─┬─b───c
+          └─b───c        this twin stands behind the other, and must not see it"""
     count = len(logits)
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
@@ -1228,6 +1232,7 @@ def probe(target, text, logits):
     place = layout.place(base, len(text) + count - 1)
     slots = place.slots[:-1]                                # a short prompt has no previous
     kept = target.store.index_select(2, slots)
+    # The nodes' tokens are a, b, b, c, c. The last ones of each level are read.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
     target.store.index_copy_(2, slots, kept)
@@ -1294,7 +1299,7 @@ def run_all(run, examples):
         store.zero_()
     return torch.cat([run(*inputs) for inputs in examples])
 
-def difference(found, expected):
+def relative_error(found, expected):
     return (found - expected).norm() / expected.norm()
 
 def trace_pass(cached, examples, expected):
@@ -1309,7 +1314,7 @@ def trace_pass(cached, examples, expected):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         # Otherwise TorchScript would optimise it again for every new shape.
         run = torch.jit.optimized_execution(False)(trace.forward)
-        if difference(run_all(run, examples), expected) < torch.finfo(expected.dtype).eps:
+        if relative_error(run_all(run, examples), expected) < torch.finfo(expected.dtype).eps:
             cached.model._sequoia_pass = run
 
 @torch.no_grad()
@@ -1339,7 +1344,7 @@ def pack(model):
             if not layer.weight.is_mkldnn:
                 pack_linear(layer)
     packed = run_all(cached.forward, examples)
-    if not difference(packed, before) < torch.finfo(model.dtype).eps ** 0.5:
+    if not relative_error(packed, before) < torch.finfo(model.dtype).eps ** 0.5:
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     trace_pass(cached, examples, packed)
     return model
@@ -1406,7 +1411,8 @@ def parse(argv):
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
         parser.add_argument(name, help=text, **how)
     args = parser.parse_args(argv)
-    for (name, (_, _, *limits)), value in zip(OPTIONS.items(), vars(args).values()):
+    for name, (_, _, *limits) in OPTIONS.items():
+        value = getattr(args, name[2:].replace("-", "_"))
         if limits and not limits[0] <= value <= limits[1]:
             raise ValueError(f"{name} must be from {limits[0]} to {limits[1]}, got {value}")
     args.tree = tree_shape(args.tree)
@@ -1440,7 +1446,7 @@ def decode_prompt(args):
     streamer = transformers.TextStreamer(tokenizer)
     if args.explain:
         word = lambda token: repr(tokenizer.decode(token))
-        decoder.steps_after = partial(explained_steps, decoder, word)
+        decoder.tokens_after = partial(explained_tokens, decoder, word)
         streamer = None
     ids = decoder.generate(
         encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
@@ -1448,12 +1454,13 @@ def decode_prompt(args):
         temperature=args.temperature or None)
     if args.explain:
         print(tokenizer.decode(ids[0]))
-    print(f"\n{decoder.report}", file=sys.stderr)
+    else:
+        print(f"\n{decoder.report}", file=sys.stderr)
 
 @torch.inference_mode()
-def explained_steps(decoder, word, text, sampling, planner, max_length):
-    """What `decoder.steps_after` yields, but by `step_plainly`, with a model's pass for each text, and each
-    step is printed."""
+def explained_tokens(decoder, word, text, sampling, planner, max_length):
+    """What `decoder.tokens_after` yields, but by `step_plainly`, with a model's pass for each text. Prints
+    each step."""
     def scores(model, is_draft, text):
         logits = widened(model.prefill(text), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
@@ -1464,13 +1471,13 @@ def explained_steps(decoder, word, text, sampling, planner, max_length):
         # What `step_plainly` asks of a draft.
         return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
 
+    target = partial(scores, decoder.target, False)
+    draft = partial(scores, decoder.draft, True)
     while True:
-        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True),
-                             text, planner.tree, decoder.generator, say=print, word=word)
+        added = step_plainly(target, draft, text, planner.tree, decoder.generator, say=print, word=word)
         print(f"adds {word(added)}\n")
         text = torch.cat([text, added])
-        *path, token = added.tolist()
-        yield Step(chain(len(path)), [NONE, *path], [*range(1, len(added))], token, None)
+        yield from added.tolist()
 
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""

@@ -306,7 +306,7 @@ class EveryRun:
         return torch.tensor(answers).view(ratio.shape).bool()
 
     def __radd__(self, scores):
-        return scores
+        return torch.atleast_2d(scores)
 
     def __format__(self, spec):
         return "u"
@@ -572,7 +572,7 @@ def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended():
     tokens = torch.tensor([9, 2, 1, 9, NONE, 3, 4, 3, 9, NONE])
     logits = torch.arange(16.0).view(8, 2)
     text = torch.tensor([5, 7, 9])
-    scores = sampling.scores(logits, False, torch.arange(8), tree, tokens, text)
+    scores = sampling.node_scores(logits, False, torch.arange(8), tree, tokens, text)
     assert asked == [[5, 7, 9], [5, 7, 9, 2], [5, 7, 9, 1], [5, 7, 9, 2, 3], [5, 7, 9, 1, 4]]
     is_asked = torch.tensor([[1], [1], [1], [0], [0], [1], [1], [0]])
     assert scores.equal(logits + is_asked)
@@ -1025,9 +1025,7 @@ def test_a_missing_child_was_not_tried():
     # The root's first child was tried 3,000 times, and in 1,000 steps node 2's two.
     assert planner.tried[:3].tolist() == [4000, 2000, 0]
     assert planner.accepted[:3].tolist() == [0, 1000, 0]
-    # The last times are kept, and a step without one, as the call that captures, teaches rates alone.
-    planner.learn(Step(tree, tokens, [1], 0, None))
-    assert planner.accepted[0] == 1
+    # The last times are kept.
     assert [*planner.seconds[tree]] == [1.0 + i for i in range(3000 - sequoia.KEPT_TIMINGS, 3000)]
 
 @quick
@@ -1529,19 +1527,15 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method, form):
     with FORMS[form]():
         # Traced, because that is faster.
         pair = sequoia.pack(target), sequoia.pack(draft)
-        decoder = Decoder(*pair, Tree([-1, 0, 0, 1, 1, 2]), method, seeded(0))
+        steps = []
+        decoder = Decoder(*pair, Tree([-1, 0, 0, 1, 1, 2]), method, seeded(0), steps.append)
         found = []
-        accepted = 0
         for number in range(400):
             sampling = sampling_of(method, [], number)
-            tokens = []
-            for step in decoder.steps_after(prompt, sampling, Planner(decoder.tree), max_length=8):
-                tokens += step.tokens
-                accepted += len(step.path)
-                if len(tokens) == 4:
-                    break
+            following = decoder.tokens_after(prompt, sampling, Planner(decoder.tree), max_length=8)
+            tokens = [*itertools.islice(following, 4)]
             found.append(torch.tensor(tokens) @ torch.tensor([27, 9, 3, 1]))
-    assert accepted > 200
+    assert sum(len(step.path) for step in steps) > 200
     assert chi_square_tail(torch.stack(found).bincount(minlength=81), 400 * chances) > 1e-9
 
 @quick
@@ -1801,7 +1795,7 @@ def test_a_kept_decoder_keeps_its_graph_over_texts(llama):
         decoder = Decoder(*llama, BUSHY_9)
         for length in (12, 40, 9):
             assert_as_generate(decoder, prompt_of(length), max_new_tokens=40)
-    assert len(captured) == 1
+    assert len({*captured}) == 1
 
 @quick
 def test_a_report_adds_up_and_steps_are_timed_without_what_feeds_the_prompt(llama, monkeypatch):
