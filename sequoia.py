@@ -40,10 +40,9 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones.
 MIT licence, copyright (c) 2026 the sequoia.py authors."""
-import argparse, collections, contextlib, math, os, sys, time, warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+import argparse, collections, contextlib, os, sys, time, warnings
 from functools import lru_cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -63,8 +62,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
-@dataclass(unsafe_hash=True)         # a tree is never changed
-class Tree:
+class Tree(tuple):
     """The shape of a token tree: for each node, the index of its parent.
 
     Nodes stand in level order: the root first (its parent is NONE), then level by level, siblings together
@@ -79,20 +77,19 @@ class Tree:
     size, depth: the numbers of nodes and of levels, the root's included. For each node: depths, its level,
     which is 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
     root down to it. mask, (size, size) bool: which nodes each node sees, namely those on its path."""
-    parents: tuple[int, ...]
 
-    def __post_init__(self):
-        self.parents = tuple(self.parents)
-        if self.parents[:1] != (NONE,):
-            raise ValueError(f"a tree starts with its root, whose parent is -1; got {self.parents[:8]}")
-        self.size = len(self.parents)
+    def __init__(self, parents):
+        self.parents = tuple(self)
+        if self[:1] != (NONE,):
+            raise ValueError(f"a tree starts with its root, whose parent is -1; got {self[:8]}")
+        self.size = len(self)
         self.mask = torch.eye(self.size, dtype=torch.bool)
         self.ranks = [0]
         self.paths = [[0]]
-        self.children = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], start=1):
+        self.children = [[] for _ in self]
+        for node, parent in enumerate(self[1:], start=1):
             # In level order parents never fall.
-            if not max(0, self.parents[node - 1]) <= parent < node:
+            if not max(0, self[node - 1]) <= parent < node:
                 raise ValueError(f"not in level order: node {node} has the parent {parent}")
             self.mask[node] |= self.mask[parent]
             self.ranks.append(len(self.children[parent]))
@@ -121,12 +118,12 @@ def sequences(k, length):
 
 def k_ary(k, depth):
     """The full tree of `depth` levels, `k` children each: k_ary(2, 3) is Tree([-1, 0, 0, 1, 1, 2, 2])."""
-    return Tree([NONE] + [(node - 1) // k for node in range(1, sum(k**level for level in range(depth)))])
+    return Tree([NONE] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
 
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -math.inf           # impossible: never proposed, never drawn
+RULED_OUT = -torch.inf          # impossible: never proposed, never drawn
 # What only the draft rules out stays possible, because the target may want it. It is proposed in this order:
 FAR_BELOW = 100                 # subtracted from what top-k, top-p or min-p would cut
 UNLIKELY = -1000                # the score of a token of probability 0
@@ -233,7 +230,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q[node] = draft(texts[node]).double()
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
-            proposed = most_likely(log_Q[node] + noise[tree.depths[node]], len(children))
+            proposed = most_likely(log_Q[node] + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
     say(tree.drawing([word(node_text[-1]) for node_text in texts]))
     # 2. The target scores every node's text. (Section 6 does this in one pass.)
@@ -291,7 +288,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
     # Where no child is left, and so below the last level, no node has a place.
-    no_child = np.where(n[:, 0] == 0, 0.0, -np.inf)                                         # (n,)
+    no_child = np.full(size, -np.inf)                                                       # (n,)
+    no_child[0] = 0.0
     below = no_child
     shares = {}                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
@@ -301,10 +299,9 @@ def optimal_tree(acceptance_rates, size, depth=None):
             # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             shares[level, rank] = 1 + value.argmax(axis=1)
-            younger = value.max(axis=1)                         # best[k], for the next elder child
-            younger[0] = 0.0
+            younger = np.maximum(no_child, value.max(axis=1))   # best[k], for the next elder child
         below = younger
-    if below[size - 1] == -np.inf:
+    if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
@@ -335,9 +332,9 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
     accepted = torch.zeros_like(tokens, dtype=torch.bool)
-    for rank in range(tokens.shape[1]):
-        s = tokens[:, rank, None].clamp(min=0)                                              # (rows, 1)
-        exists = tokens[:, rank, None] != NONE
+    for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
+        s = token.clamp(min=0)
+        exists = token != NONE
         # R is not divided by its sum. So D is multiplied by it, which leaves the ratio R / D as it would be,
         # and scales R - D. (The softmax normalises D.) A missing child takes nothing from R.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
@@ -347,15 +344,12 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         R = (R - D).clamp(min=0)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    return first_accepted(accepted), or_else(R, P)
+    # Where rounding has left nothing of R this is P; beside anything else 1e-20 of P is nothing.
+    return first_accepted(accepted), torch.add(R, P, alpha=1e-20)
 
 def first_accepted(accepted):
     """How many children are rejected before one is accepted: its rank, or k if there is none, (rows,)."""
     return (~accepted).cumprod(dim=1).sum(dim=1)
-
-def or_else(R, P):
-    """R, but P where rounding has left nothing of R. Beside anything else 1e-20 of P is nothing."""
-    return torch.add(R, P, alpha=1e-20)
 
 def distribution(scores, rand):
     return scores.softmax(dim=1)
@@ -381,18 +375,18 @@ class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
     length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows.
 
-    ends: tokens that end a text."""
+    ends: the token that ends a text, several of them, or None."""
 
-    def __init__(self, method, processors, ends=()):
+    def __init__(self, method, processors, ends=None):
         self.method = method
         self.processors = processors
-        self.ends = {NONE, *ends}
-        blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
+        self.ends = {NONE, *np.ravel(ends)}
+        blind = [(type(processor), *vars(processor).values()) for processor in processors
+                 if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
         # Calls with equal settings share a plan and a captured graph. Processors that read the text are left
         # out, because a plan need only fit roughly, and they are never captured.
-        values = [(type(processor), *vars(processor).values()) for processor in blind]
-        self.settings = method, self.reads_text, *values
+        self.settings = method, self.reads_text, *blind
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -446,76 +440,89 @@ class Sampling:
 # the first pass of every step feeds the draft previous and the root; at worst that writes the same entry
 # twice.
 
-class DraftPass(NamedTuple):
-    """What grows one level. On the right both passes for the tree above, where previous has the number 4."""
-    parents: Tensor          # the nodes of the level before with children       [0]         [1]
-    fed: Tensor              # the same, but in the first pass previous before   [4, 0]      [1]
-    children: Tensor         # of each parent, padded with NONE                  [[1, 2]]    [[3]]
-
-class Place(NamedTuple):
-    """Where the nodes of a tree and previous stand in a cache, and which slots their pass reads."""
-    slots: Tensor            # (size + 1,)
-    positions: Tensor        # (size + 1,)
-    mask: Tensor             # (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
-    read_positions: Tensor   # (visible,): the positions of these slots
-
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
-        slot_offsets      [0, 1, 2, 3, -1]               slot minus base; the last element is previous
-        position_offsets  [0, 1, 1, 2, -1]               position minus base, likewise
-        mask              [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 for what a node sees. The
-                                                         columns are the text, the nodes, a free slot
-        children          [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
-        passes            a `DraftPass` for each level but the root's"""
+        offsets    [[0, 1, 2, 3, -1],             slot minus base; the last element is previous
+                    [0, 1, 1, 2, -1]]             position minus base, likewise
+        mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 for what a node sees. The columns
+                                                  are the text, the nodes, a free slot
+        children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
+        width      2                              the most children that a node has
+        passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
+
+            parents      [0]        [1]      the nodes of the level before that have children
+            fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
+            children     [[1, 2]]   [[3]]    of each parent, padded with NONE"""
 
     def __init__(self, tree, device):
-        ids = partial(torch.tensor, dtype=torch.long, device=device)
+        ids = partial(torch.tensor, device=device)
 
         def padded(rows):
-            return ids([[*row, *[NONE] * (max(map(len, rows)) - len(row))] for row in rows])
+            return ids([*zip_longest(*rows, fillvalue=NONE)]).T
 
         self.tree = tree
         size = tree.size
-        self.nodes = torch.arange(size, device=device)
-        self.slot_offsets = ids([*range(size), -1])
-        self.position_offsets = ids([*tree.depths, -1])
+        self.nodes = ids(range(size))
+        self.offsets = ids([[*range(size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
+        self.width = max(map(len, tree.children))
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [node for node in range(size) if tree.depths[node] == level and tree.children[node]]
             children = padded([tree.children[node] for node in parents])
-            self.passes.append(DraftPass(ids(parents), ids(parents if level else [size, 0]), children))
+            self.passes.append((ids(parents), ids(parents if level else [size, 0]), children))
 
     def place(self, base, visible):
-        """The tree with its root in slot `base`, (1,), where the first `visible` slots are read."""
-        slots = base + self.slot_offsets
-        positions = base + self.position_offsets
-        read = torch.arange(visible, device=base.device)
+        """Where the nodes and previous stand in a cache if the root's slot is `base`, a number or (1,), and
+        which slots their pass reads, the first `visible` ones. Returns
+
+            slots, positions     (size + 1,)
+            mask                 (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
+            read_positions       (visible,): the positions of these slots"""
+        slots, positions = base + self.offsets
+        read = torch.arange(visible, device=slots.device)
         # Column 0 of the mask is for all slots before base, 1 + i for node i, size + 1 for all behind.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
         # A slot's number is its position, except in the tree.
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])
-        return Place(slots, positions, self.mask[:, columns], read_positions)
+        return slots, positions, self.mask[:, columns], read_positions
 
 def context_of(config):
     """The most tokens that a model can be fed."""
-    trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    context = trained
+    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
     given = getattr(config, "rope_parameters", None) or {}
     # One dictionary for all layers, or one of them for each kind of layer.
-    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
-    for rope in ropes:
-        original = rope.get("original_max_position_embeddings") or trained
-        if rope.get("rope_type") == "longrope":
+    for rope in (given, *given.values()):
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "longrope":
             # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
-            return original
-        if rope.get("rope_type") in ("linear", "yarn"):
+            return rope["original_max_position_embeddings"]
+        if kind in ("linear", "yarn"):
+            original = rope.get("original_max_position_embeddings") or trained
             context = max(context, int(rope["factor"] * original))
     return context
+
+def check_fit(model):
+    """Raises ValueError for a model that cannot be fed trees. (`probe` in section 9 finds out more.)"""
+    name = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
+                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
+                         f"or a pipeline's model")
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    reasons = {
+        "it has an encoder": model.config.is_encoder_decoder,
+        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
+        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
+        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{name} cannot verify a tree: {reason}")
 
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
@@ -524,6 +531,7 @@ class CachedModel:
     one operation can move them all, (2 * layers, most heads, capacity, largest width)."""
 
     def __init__(self, model):
+        check_fit(model)
         self.model = model
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
@@ -532,15 +540,14 @@ class CachedModel:
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0, dtype=model.dtype, device=model.device)
+        self.store = torch.empty(0, 0, 0, 0)
 
     def reserve(self, tokens):
         """Makes room for this many tokens, and keeps those that are there. (Before the first text the store
         is empty and has only a capacity.) Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
-        if tokens > self.store.shape[2]:
-            capacity = max(256, 1 << (tokens - 1).bit_length())
-            self.store = pad(self.store, (0, 0, 0, capacity - self.store.shape[2]))
+        while tokens > self.store.shape[2]:
+            self.store = pad(self.store, (0, 0, 0, max(256, self.store.shape[2])))
         return self.store.shape[2]
 
     def prefill(self, text, last=1):
@@ -553,7 +560,7 @@ class CachedModel:
             input_ids=text[None],
             # Some models number positions in their own way unless they are given.
             position_ids=torch.arange(len(text), device=text.device)[None],
-            past_key_values=cache, use_cache=True, **keep)
+            past_key_values=cache, **keep)
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
         if not len(self.store):
@@ -576,7 +583,7 @@ class CachedModel:
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
         """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
         them, because a trace would keep using the store that it has seen.)"""
-        written, visible = slots[nodes], mask.shape[1]
+        written = slots[nodes]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             # Attention gives a cache the new keys and values, and gets all that it reads.
@@ -584,7 +591,7 @@ class CachedModel:
             for row, states in enumerate((key_states, value_states), start=2 * layer_idx):
                 layer = store[row, None, : states.shape[1], :, : states.shape[3]]
                 layer.index_copy_(2, written, states)
-                read.append(layer[:, :, :visible])
+                read.append(layer[:, :, : read_positions.shape[0]])
             return read
 
         # As masks and positions are given, a model asks its cache for nothing but `update`.
@@ -592,21 +599,13 @@ class CachedModel:
         cache.update = update
         mask = mask[nodes][None, None].to(store)                                # (1, 1, nodes, visible)
         # A window counts positions.
-        distance = positions[nodes, None] - read_positions
-        masks = [mask.masked_fill(distance >= window, RULED_OUT) if window else mask
-                 for window in self.windows.values()]
+        masks = {kind: mask.masked_fill(positions[nodes, None] - read_positions >= window, RULED_OUT)
+                 if window else mask for kind, window in self.windows.items()}
         return self.model(
             input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],        # a missing child has no id
             position_ids=positions[nodes][None],
-            attention_mask=masks[0] if len(masks) == 1 else dict(zip(self.windows, masks)),
-            past_key_values=cache, use_cache=True).logits[0]
-
-    def move(self, path, slots):
-        """Moves the entries of these nodes, (nodes,), to the tree's first slots, in all layers. (If a path
-        repeats its last node, as in `walk_without_branches`, the copies land in free slots.)"""
-        # The root alone stands there already.
-        if len(path) > 1:
-            self.store.index_copy_(2, slots[: len(path)], self.store.index_select(2, slots[path]))
+            attention_mask=masks.get("every layer", masks),
+            past_key_values=cache).logits[0]
 
 class Step(NamedTuple):
     """What one step did."""
@@ -621,7 +620,7 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-class TreeStep:
+class TreeStep(Layout):
     """The step with one tree: draft, score, verify, keep. Between calls only the models' caches matter, but a
     captured graph keeps using the memory it was captured with, so larger caches need a new TreeStep.
 
@@ -629,16 +628,15 @@ class TreeStep:
     the second call can capture the step as a CUDA graph."""
 
     def __init__(self, tree, models, generator=None, static=False):
-        self.tree = tree
+        device = models[0].store.device
+        super().__init__(tree, device)
         self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
         self.generator = generator
-        store = models[0].store
-        self.rand = partial(uniform, generator=generator, device=store.device)
+        self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
-        self.layout = Layout(tree, store.device)
-        self.base = torch.zeros_like(self.layout.nodes[:1])
+        self.base = self.nodes.new_zeros(1)
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
-        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
+        self.tokens = self.nodes.new_full([tree.size + 2], NONE)
         self.graph = self.result = None
 
     def __call__(self, text, sampling):
@@ -656,61 +654,56 @@ class TreeStep:
         else:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
-        seconds = time.perf_counter() - begun
-        return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, seconds)
+        return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, time.perf_counter() - begun)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
-        target, layout, tokens, method = self.models[0], self.layout, self.tokens, sampling.method
-        scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
+        tokens = self.tokens
+        method = sampling.method
+        scores_of = partial(sampling.node_scores, tree=self.tree, tokens=tokens, text=text)
 
-        # 1. The tree takes its place after the text.
-        visible = len(text) - 1 + layout.tree.size
-        if self.static:
-            # All slots that both caches have. The mask hides the free ones.
-            visible = min(model.store.shape[2] for model in self.models)
-        place = layout.place(self.base, visible)
-        # 2. The draft grows the tree.
-        log_Q = self.grow_tree(scores_of, place, method.propose)
-        # 3. The target scores it, in one pass.
-        logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
-        # 4. Algorithm 2 walks down from the root.
-        u = self.rand(layout.tree.size, layout.children.shape[1] - 1)
-
-        def try_children(rows, children):
-            scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
-            P = method.target_P(scores, self.rand)
-            return method.verify(P, log_Q[rows], tokens[children], u[rows, : children.shape[1]])
-
-        chosen_walk = walk_without_branches if self.static else walk
-        path, weights = chosen_walk(layout, try_children)
-        # 5. One more token is drawn.
-        token = draw(weights, self.rand(1, 1))[:, 0]
-        # 6. The accepted nodes' entries move up behind the text.
-        for model in self.models:
-            model.move(path, place.slots)
-        return torch.cat([path[-1:], token, tokens[:-2]])
-
-    def grow_tree(self, scores_of, place, propose):
-        """Lets the draft propose all nodes' tokens, level by level: one pass over the parents of a level
-        gives all their children. Returns the draft's scores, (size, V), where a leaf's mean nothing."""
-        draft, tokens, vocabulary = self.models[-1], self.tokens, self.models[0].vocabulary
-        log_Q = torch.zeros(len(self.layout.nodes), vocabulary, device=tokens.device)
-        for parents, fed, children in self.layout.passes:
-            logits = draft.logits(tokens, fed, place)[-len(parents) :]
-            logits = widened(logits, vocabulary)
+        # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
+        capacity = self.models[0].store.shape[2]
+        place = self.place(self.base, capacity if self.static else len(text) - 1 + self.tree.size)
+        # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
+        vocabulary = self.models[0].vocabulary
+        log_Q = torch.zeros(self.tree.size, vocabulary, device=text.device)     # a leaf's mean nothing
+        for parents, fed, children in self.passes:
+            logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
             guesses = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, guesses)
             # The nodes of a level share a row of random numbers, see `step_plainly`. What is proposed for the
             # padding of children goes to the last place, which is then NONE again.
-            tokens[children] = propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
+            tokens[children] = method.propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
             tokens[-1].fill_(NONE)
-        return log_Q
+        # 3. The target scores it, in one pass.
+        logits = self.models[0].logits(tokens, self.nodes, place)                       # (size, V)
+        # 4. Algorithm 2 walks down from the root.
+        u = self.rand(self.tree.size, self.width)
+
+        def try_children(rows, k):
+            children = self.children[rows, :k]
+            scores = scores_of(logits[rows], is_draft=False, nodes=self.nodes[rows])
+            P = method.target_P(scores, self.rand)
+            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
+
+        chosen_walk = walk_without_branches if self.static else walk
+        path, weights = chosen_walk(self, try_children)
+        # 5. One more token is drawn.
+        token = draw(weights, self.rand(1, 1))[:, 0]
+        # 6. The accepted nodes' entries move up behind the text, where the root stands already. (If a path
+        # repeats its last node, as in `walk_without_branches`, the copies land in free slots.)
+        if len(path) > 1:
+            slots, *_ = place
+            for model in self.models:
+                entries = model.store.index_select(2, slots[path])
+                model.store.index_copy_(2, slots[: len(path)], entries)
+        return torch.cat([path[-1:], token, tokens[:-2]])
 
     def capture(self, text, sampling):
         try:
             graph = torch.cuda.CUDAGraph()
-            if self.generator is not None:
+            if self.generator:
                 graph.register_generator_state(self.generator)
             with torch.cuda.device(text.device), torch.cuda.graph(graph):
                 self.result = self.on_device(text, sampling)
@@ -727,26 +720,22 @@ def walk(layout, try_children):
     while True:
         node = path[-1]
         children = layout.tree.children[node]
-        rank, weights = try_children(slice(node, node + 1), layout.children[node, None, : len(children)])
+        rank, weights = try_children(slice(node, node + 1), len(children))
         if rank == len(children):
             return layout.nodes.new_tensor(path), weights
         path.append(children[rank])
 
 def walk_without_branches(layout, try_children):
-    """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and after a
-    rejection the walk goes on at NONE, which has no child, while the path repeats its last node. If in the
-    tree above node 1 is accepted and then nothing, following is [1, NONE, NONE, NONE, NONE], where the last
-    one is what follows NONE, so the walk reaches 0, 1, NONE, and the path is 0, 1, 1."""
-    rank, weights = try_children(slice(None), layout.children[:, :-1])
-    # Where no child is accepted, this is the NONE behind them.
-    following = layout.children.gather(1, rank[:, None])[:, 0]
-    following = pad(following, (0, 1), value=NONE)
+    """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and a node
+    without an accepted child is followed by itself. If in the tree above node 1 is accepted and then nothing,
+    following is [1, 1, 2, 3], and the path is 0, 1, 1."""
+    rank, weights = try_children(slice(None), layout.width)
+    # Where no child is accepted this gathers the NONE behind them, which is smaller than any node. A child's
+    # number is larger than its parent's.
+    following = layout.children[layout.nodes, rank].maximum(layout.nodes)
     path = [layout.nodes[:1]]
-    reached = path[0]
     for _ in layout.passes:
-        reached = following[reached]
-        # Children have larger numbers than their parents, and NONE is smaller than any.
-        path.append(torch.maximum(path[-1], reached))
+        path.append(following[path[-1]])
     return torch.cat(path), weights[path[-1]]
 
 def widened(logits, vocabulary):
@@ -760,7 +749,8 @@ def widened(logits, vocabulary):
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
 # The most nodes and levels that `plan` considers.
-MAX_NODES, MAX_LEVELS = 1024, 24
+MAX_NODES = 1024
+MAX_LEVELS = 24
 # The first tree of "auto" has these nodes and levels.
 FIRST_SHAPE = 8, 4
 # How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess fits
@@ -768,7 +758,8 @@ FIRST_SHAPE = 8, 4
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # How many timed steps a tree needs before it is compared with others, and how many are remembered.
-MIN_TIMINGS, KEPT_TIMINGS = 4, 60
+MIN_TIMINGS = 4
+KEPT_TIMINGS = 60
 # Trials wait until the steps so far, in all texts, and the tokens that this text can still get are this many
 # together, because in less text a plan could not win back what they cost.
 WORTH_TRIALS = 64
@@ -781,21 +772,20 @@ def plan(rates, sizes, t, c):
     Where rates fall, the chance of a node falls from parent to child and from sibling to sibling. So the n
     likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
     F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
-    rates = np.asarray(rates)
-    best = 0.0, 1, 1, 1.0        # tokens per second, size, depth, and the chance of the least likely node
+    best = 0.0                                                  # tokens per second
     # The chances of nodes, on the last level and on all levels, the likeliest first.
     last_level = chances = np.ones(1)
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
         last = tokens_per_second.argmax()
-        if tokens_per_second[last] > best[0]:
-            best = tokens_per_second[last], last + 1, depth, chances[last]
+        if tokens_per_second[last] > best:
+            best = tokens_per_second[last]
+            size = last + 1
+            levels = depth
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
-    _, size, depth, least = best
-    # A rank whose rate is below the least likely node's chance has no node, so leaving it out saves time.
-    return optimal_tree(rates[rates >= least], size, depth)
+    return optimal_tree(rates, size, levels)
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -816,47 +806,44 @@ class Planner:
     def __init__(self, shape):
         self.shape = shape
         # How often a node's first, second, ... child was tried, and accepted.
-        self.tried, self.accepted = np.zeros((2, len(PRIOR)))
+        self.tried = collections.Counter()
+        self.accepted = collections.Counter()
         # For each tree that "auto" tries, the seconds of the last steps with it.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
         self.steps = 0
-        # "auto" starts with a tree of few levels and no tree, and with as many nodes on more levels. It times
-        # these, and later others.
-        self.branched = optimal_tree(self.rates(), *FIRST_SHAPE)
-        self.straight = chain(self.branched.size - 1)
-        self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
         # The tree, and until how many steps it is kept.
-        if isinstance(shape, Tree):
-            self.tree, self.keep_until = shape, math.inf
-        elif shape == "auto":
-            self.tree, self.keep_until = self.branched, 0
-        else:
-            self.tree, self.keep_until = optimal_tree(self.rates(), *shape), 16
+        self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
+        self.keep_until = 0 if shape == "auto" else 16
+        # "auto" times its first tree, which has few levels, no tree, and as many nodes on more levels, and
+        # later others.
+        self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)] if shape == "auto" else []
+
+    def best_of(self, shape):
+        return shape if isinstance(shape, Tree) else optimal_tree(self.rates(), *shape)
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         # A plan either asks for one more trial or is kept.
         while self.steps >= self.keep_until:
-            waiting = [tree for tree in self.trials if len(self.seconds[tree]) < MIN_TIMINGS]
-            if waiting:
-                # A tree that is cut at the text's end tells nothing about the whole one.
-                is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and waiting[0].depth <= tokens_left
-                return waiting[0] if is_worth_it else self.tree
+            for tree in self.trials:
+                if len(self.seconds[tree]) < MIN_TIMINGS:
+                    # A tree that is cut at the text's end tells nothing about the whole one.
+                    is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left
+                    return tree if is_worth_it else self.tree
             self.plan_again()
         return self.tree
 
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
-        rates = self.rates()
-        if self.shape == "auto":
+        if self.trials:
             sizes, t, c = self.latency()
-            self.tree = plan(rates, sizes, t, c)
+            self.tree = plan(self.rates(), sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
                 # Levels of its own, because a larger tree wants more.
-                self.trials.append(optimal_tree(rates, size, self.tree.depth + 2))
+                self.trials.append(self.best_of((size, self.tree.depth + 2)))
                 return
         else:
-            self.tree = optimal_tree(rates, *self.shape)
+            self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled. The first trials lose their oldest times, which may have been
         # slow, and so each is timed once more before the next plan.
         self.keep_until = 2 * self.steps
@@ -868,9 +855,9 @@ class Planner:
         # Noise only adds to a time, and so do a GPU's first calls, so a low quantile comes closest to the
         # time without them.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
-        # These two have the same size, so their times differ by draft passes alone.
-        passes = self.straight.depth - self.branched.depth
-        c = max(0.0, (typical[self.straight] - typical[self.branched]) / passes)
+        # The first and the third have the same size, so their times differ by draft passes alone.
+        branched, _, straight, *_ = self.trials
+        c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
         t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
@@ -881,25 +868,25 @@ class Planner:
         self.steps += 1
         for node in (0, *step.path):
             # A child was tried if all before it were rejected.
-            for rank, child in enumerate(step.tree.children[node][: len(PRIOR)]):
+            for rank, child in enumerate(step.tree.children[node]):
                 if step.node_tokens[child] == NONE:
                     break
                 self.tried[rank] += 1
                 if child in step.path:
                     self.accepted[rank] += 1
                     break
-        if step.tree in self.trials:
-            self.seconds[step.tree].append(step.seconds)
+        self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
         chance that it is, because all before it are rejected. They are made to fall, see `plan`."""
         rates = []
         chance_if_tried = chance_tried = 1.0
-        for guess, tried, accepted in zip(PRIOR, self.tried, self.accepted):
+        for rank, guess in enumerate(PRIOR):
             # A child is hardly accepted more often than its elder, so the guess must not say so, either.
             guess = min(guess, chance_if_tried)
-            chance_if_tried = (accepted + PRIOR_TRIES * guess) / (tried + PRIOR_TRIES)
+            accepted = self.accepted[rank] + PRIOR_TRIES * guess
+            chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
             rates.append(chance_tried * chance_if_tried)
             chance_tried *= 1 - chance_if_tried
         return np.minimum.accumulate(rates)
@@ -928,16 +915,16 @@ def verify_by_spectr(P, log_Q, tokens, u):
     # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
-    low, high = torch.zeros_like(k), k
-    for _ in range(50):
-        rho = (low + high) / 2
-        beta = torch.minimum(P / rho, Q).sum(dim=1, keepdim=True)
-        enough = 1 - (1 - beta) ** k <= rho * beta
-        low = torch.where(enough, low, rho)
-        high = torch.where(enough, rho, high)
+    rho = width = k
+    for _ in range(50 if tokens.shape[1] else 0):
+        # rho is enough, and rho - width is not.
+        width = width / 2
+        lower = rho - width
+        beta = torch.minimum(P / lower, Q).sum(dim=1, keepdim=True)
+        rho = torch.where(1 - (1 - beta) ** k <= lower * beta, lower, rho)
     s = tokens.clamp(min=0)
-    accepted = exists & (u < P.gather(1, s) / (high * Q.gather(1, s)))
-    return first_accepted(accepted), or_else((P - high * Q).clamp(min=0), P)
+    accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
+    return first_accepted(accepted), torch.add((P - rho * Q).clamp(min=0), P, alpha=1e-20)
 
 # With naive, topk and gumbel the target draws its own token before it sees a child. P is 1 there and 0
 # elsewhere, and the child that is this token is accepted, which is lossless however children were chosen.
@@ -1012,7 +999,7 @@ def tree_shape(tree):
         return NO_TREE
     # A Tree may come from a copy of this file, which transformers makes when it loads a folder.
     if hasattr(tree, "parents"):
-        return Tree(tree.parents)
+        return Tree(tree)
     with contextlib.suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < nodes <= MAX_NODES:
@@ -1053,50 +1040,52 @@ class Decoder:
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
-        self.tree = tree_shape(tree)
-        if draft is None and self.tree != NO_TREE:
+        shape = tree_shape(tree)
+        if draft is None and shape != NO_TREE:
             raise ValueError("no draft: pass it by name, to generate as assistant_model=draft, to Decoder as "
                              "draft=draft; or pass tree='none', which needs none")
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = METHODS[method]
         self.generator = generator
-        self.on_step = on_step or (lambda step: None)
+        self.on_step = on_step
         # For each way of sampling: children are then accepted more or less often.
-        self.planners = collections.defaultdict(partial(Planner, self.tree))
-        self.target = CachedModel(check_fit(target))
-        # Without a tree the target stands in, because nothing is drafted.
-        self.draft = self.target if self.tree == NO_TREE else CachedModel(check_fit(draft))
+        self.planners = collections.defaultdict(partial(Planner, shape))
+        Planner(shape)                           # so that a shape that has no tree is refused now
+        self.target = CachedModel(target)
+        # Without a tree the target may stand in, because nothing is drafted.
+        self.draft = CachedModel(draft or target)
         models = self.target, self.draft
         # gumbel draws only a text's seed from the caller's generator, so that the next text's seed does not
         # depend on this one's trees. Its steps need no random numbers.
         step_generator = torch.Generator(target.device) if self.method is GREEDY else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         # An offloaded model's pass needs the host.
-        is_offloaded = hasattr(target, "_sequoia_offloaded")
-        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
+        can_capture = target.device.type == "cuda" and not hasattr(target, "_sequoia_offloaded")
+        self.cuda_graph = cuda_graph and can_capture
         # The last few TreeSteps are kept, because they may hold graphs. These are good for caches of the same
         # capacities and for the same settings alone, so both are a part of the key.
         self.kept_step = lru_cache(8)(
-            lambda tree, is_static, capacities, settings: TreeStep(tree, models, step_generator, is_static))
+            lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
-        self.steps = 0
         self.report = None
 
-    def generate(self, inputs=None, generation_config=None, *, streamer=None, tokenizer=None,
-                 stop_strings=None, stopping_criteria=(), **kwargs):
+    def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
+                 stopping_criteria=(), **kwargs):
         """`target.generate` with its arguments. inputs: ids, (1, length), or all that a tokenizer returns."""
-        if isinstance(inputs, Mapping):
+        if hasattr(inputs, "keys"):
             kwargs = {**inputs, **kwargs}
             inputs = None
-        # `generate` does not hand a streamer and a tokenizer on to a custom_generate, so they are used here.
+        # `generate` gives the prompt to a streamer, but hands neither that nor a tokenizer on to a
+        # custom_generate, so they are used here.
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
         if stop_strings:
             if not tokenizer:
                 raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
             criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-        return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria,
-                                          custom_generate=partial(self, streamer=streamer), **kwargs)
+        return self.target.model.generate(
+            inputs, generation_config, stopping_criteria=criteria,
+            custom_generate=partial(self, streamer=kwargs.get("streamer")), **kwargs)
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
@@ -1104,33 +1093,33 @@ class Decoder:
         begun = time.perf_counter()
         check_call(model, input_ids, generation_config, arguments)
         method = self.method if generation_config.do_sample else GREEDY
-        processors = [*logits_processor]
         if generation_config.do_sample and method is GREEDY:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
-            processors.append(shared_noise(seed.item()))
-        ends = [int(end) for rule in stopping_criteria for end in getattr(rule, "eos_token_id", ())]
-        sampling = Sampling(method, processors, ends)
+            logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
+        sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
         planner = self.planners[sampling.settings]
         max_length = stopping_criteria.max_length or sys.maxsize
-        stream = streamer.put if streamer is not None else (lambda ids: None)
-        stream(input_ids.cpu())
-        text = input_ids[0].to(model.device).long()
-        for token in self.tokens_after(text, sampling, planner, max_length):
+        steps_before = planner.steps
+        ids = input_ids.to(model.device).long()
+        for token in self.tokens_after(ids[0], sampling, planner, max_length):
             if token == NONE:
                 raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
                                  "out every token")
-            text = torch.cat([text, text.new_tensor([token])])
-            stream(torch.tensor([token]))
+            ids = pad(ids, (0, 1), value=token)
+            if streamer:
+                streamer.put(torch.tensor([token]))
             # Criteria are asked after every token, because accepted ones may go on behind the end.
-            if stopping_criteria(text[None], None):
+            if stopping_criteria(ids, None):
                 break
-        if streamer is not None:
+        if streamer:
             streamer.end()
         seconds = time.perf_counter() - begun
-        self.report = Report(len(text) - input_ids.shape[1], self.steps, seconds, planner.tree)
+        # The planner counts all steps but the prompt's pass.
+        steps = 1 + planner.steps - steps_before
+        self.report = Report(ids.shape[1] - input_ids.shape[1], steps, seconds, planner.tree)
         if generation_config.return_dict_in_generate:
-            return transformers.generation.GenerateDecoderOnlyOutput(sequences=text[None])
-        return text[None]
+            return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
+        return ids
 
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
@@ -1139,16 +1128,15 @@ class Decoder:
         logits = self.target.prefill(text, PROBE_TOKENS)
         P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
-        self.steps = 1
-        self.on_step(step)
-        yield step.token
-        # Probe only now, so that the first token does not wait for it.
-        if not self.probed:
-            probe(self.target, text, logits)
-            # A shorter prompt tells too little, so the next one is probed, too.
-            self.probed = len(logits) == PROBE_TOKENS
-        draft_is_current = False
         while True:
+            if self.on_step:
+                self.on_step(step)
+            yield from step.tokens
+            # Probe only now, so that the first token does not wait for it.
+            if step.seconds is None and not self.probed:
+                probe(self.target, text, logits)
+                # A shorter prompt tells too little, so the next one is probed, too.
+                self.probed = len(logits) == PROBE_TOKENS
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1164,21 +1152,17 @@ class Decoder:
             if tree.depth > left:
                 # A step adds at most one token per level, so the levels behind the end are cut. Such a tree
                 # comes seldom, so it must not push out a kept one.
-                tree = Tree(parent for parent, depth in zip(tree.parents, tree.depths) if depth < left)
+                tree = Tree(tree[: tree.depths.index(left)])
                 find_step = find_step.__wrapped__
                 is_static = False
-            drafts = tree.depth > 1
-            if drafts and not draft_is_current:
+            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
+            if tree.depth > 1 and step.tree.depth == 1:
                 # Its vocabulary may be padded to a shorter length than the target's.
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
-            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
-            draft_is_current = drafts
-            capacities = tuple(model.reserve(len(text) + tree.size) for model in (self.target, self.draft))
-            step = find_step(tree, is_static, capacities, sampling.settings)(text, sampling)
+            capacity = self.target.reserve(len(text) + tree.size)
+            self.draft.reserve(capacity)
+            step = find_step(tree, is_static, capacity, sampling.settings)(text, sampling)
             planner.learn(step)
-            self.steps += 1
-            self.on_step(step)
-            yield from step.tokens
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1193,28 +1177,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# What is refused: models (`check_fit`, and `probe` by their numbers) and calls.
-def check_fit(model):
-    """Returns a model that can be fed trees, or raises ValueError. `probe` finds out more."""
-    name = type(model).__name__
-    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
-                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
-                         f"or a pipeline's model")
-    config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    devices = {weight.device for weight in model.parameters()}
-    reasons = {
-        "it has an encoder": model.config.is_encoder_decoder,
-        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
-        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
-        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa"),
-        f"it is on several devices, {devices}": len(devices) > 1 and not hasattr(model, "_sequoia_offloaded")}
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"{name} cannot verify a tree: {reason}")
-    return model
-
+# What is refused beside the models that `check_fit` knows: models by their numbers, and calls.
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
 
 def probe(target, text, logits):
@@ -1228,15 +1191,15 @@ def probe(target, text, logits):
     count = len(logits)
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
-    base = layout.nodes[:1] + len(text) - count
-    place = layout.place(base, len(text) + count - 1)
-    slots = place.slots[:-1]                                # a short prompt has no previous
-    kept = target.store.index_select(2, slots)
+    place = layout.place(len(text) - count, len(text) + count - 1)
+    slots = target.store[:, :, len(text) - count : len(text) + count]
+    kept = slots.clone()
     # The nodes' tokens are a, b, b, c, c. The last ones of each level are read.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
-    target.store.index_copy_(2, slots, kept)
-    P, P_again = logits.float().softmax(dim=1), again[::2].float().softmax(dim=1)
+    slots.copy_(kept)
+    P = logits.float().softmax(dim=1)
+    P_again = again[::2].float().softmax(dim=1)
     differences = (P_again - P).std(dim=1) / P.std(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
@@ -1247,75 +1210,50 @@ def probe(target, text, logits):
                          f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
                          f"than rounding explains; in float32 rounding is smallest")
 
-# What `generate` hands over by itself. Any other argument for the model might change the text.
-FROM_GENERATE = ("logits_to_keep", "past_key_values", "use_cache")
-# Output that is not made here.
-OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
     mode = config.get_generation_mode()
     reasons = {
         mode: mode not in ("greedy_search", "sample", "assisted_generation"),
         "guidance_scale": (config.guidance_scale or 1) != 1,
-        "SynthID, which remembers": "SynthID" in type(config.watermarking_config).__name__,
         "several texts": len(ids) > 1,
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "a target in training mode: call its eval()": target.training}
-    reasons |= {name: getattr(config, name, None) for name in OUTPUTS}
-    # These may be given, but only with their default values.
+    # Output that is not made here.
+    for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
+        reasons[name] = getattr(config, name)
+    # These may be given, but only with their default values. Any other argument for the model might change
+    # the text, except those that `generate` hands over by itself.
     positions = torch.arange(ids.shape[1], device=ids.device)
     usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
+    from_generate = ("logits_to_keep", "past_key_values", "use_cache")
     for name, value in arguments.items():
         # An argument that is not given arrives as None, or as an empty dictionary.
-        if value is not None and value != {}:
-            if name in usual:
-                reasons[f"{name} like these"] = (value != usual[name]).any()
-            else:
-                reasons[name] = name not in FROM_GENERATE
+        if name not in from_generate and value is not None and value != {}:
+            reasons[f"{name} like these"] = name not in usual or (value != usual[name]).any()
     refused = [reason for reason, holds in reasons.items() if holds]
     if refused:
         raise ValueError(f"not supported: {', '.join(refused)}")
 
 # --- 10  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
 # Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
-PACKS = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+mkldnn = torch.ops.mkldnn
+PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
 
 def packed_product(x, weight, bias: Tensor | None):
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 def pack_linear(layer):
     # In the order in which oneDNN reads it, for passes over about 16 tokens.
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, 16)
+    packed = mkldnn._reorder_linear_weight(layer.weight, 16)
     # A trace cannot hold the empty list in the product, but a script can.
     product = torch.jit.script(packed_product)
     del layer.weight
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
-def run_all(run, examples):
-    # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
-    for store, *_ in examples:
-        store.zero_()
-    return torch.cat([run(*inputs) for inputs in examples])
-
 def relative_error(found, expected):
     return (found - expected).norm() / expected.norm()
-
-def trace_pass(cached, examples, expected):
-    """Leaves a TorchScript trace of `cached.forward` with the model. A trace holds the operators that one run
-    called, and runs them without Python. Any decision of Python in that run, such as a mixture's experts, is
-    then final. So it is used only if it gives the expected outputs, also for other examples."""
-    # A trace cannot hold packed weights as constants, so the traced module owns them.
-    module = nn.Module()
-    module.model = cached.model
-    module.forward = cached.forward
-    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-        trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
-        # Otherwise TorchScript would optimise it again for every new shape.
-        run = torch.jit.optimized_execution(False)(trace.forward)
-        if relative_error(run_all(run, examples), expected) < torch.finfo(expected.dtype).eps:
-            cached.model._sequoia_pass = run
 
 @torch.no_grad()
 def pack(model):
@@ -1324,7 +1262,7 @@ def pack(model):
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
     ValueError for an unfit model, and if packing, for which torch has no public operators, changes the
     numbers by more than rounding."""
-    cached = CachedModel(check_fit(model))
+    cached = CachedModel(model)
     if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
@@ -1335,18 +1273,38 @@ def pack(model):
     examples = []
     for base, count in ((4, 3), (16, 15), (60, 1)):
         cached.reserve(5 * base)
-        place = layout.place(torch.tensor([base]), base + 15)
+        place = layout.place(base, base + 15)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
-    before = run_all(cached.forward, examples)
+
+    def outputs(run):
+        # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
+        for store, *_ in examples:
+            store.zero_()
+        return torch.cat([run(*inputs) for inputs in examples])
+
+    before = outputs(cached.forward)
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.
-        if PACKS and type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16:
-            if not layer.weight.is_mkldnn:
-                pack_linear(layer)
-    packed = run_all(cached.forward, examples)
-    if not relative_error(packed, before) < torch.finfo(model.dtype).eps ** 0.5:
+        if PACKS and type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 \
+                and not layer.weight.is_mkldnn:
+            pack_linear(layer)
+    packed = outputs(cached.forward)
+    rounding = torch.finfo(model.dtype).eps
+    if not relative_error(packed, before) < rounding**0.5:
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
-    trace_pass(cached, examples, packed)
+    # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
+    # of Python in that run, such as a mixture's experts, is then final. So it is used only if it gives the
+    # same outputs, also for other examples. It cannot hold packed weights as constants, so its module owns
+    # them.
+    module = nn.Module()
+    module.model = model
+    module.forward = cached.forward
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
+        # Otherwise TorchScript would optimise it again for every new shape.
+        run = torch.jit.optimized_execution(False)(trace.forward)
+        if relative_error(outputs(run), packed) < rounding:
+            model._sequoia_pass = run
     return model
 
 @torch.no_grad()
@@ -1364,8 +1322,7 @@ def offload(model, device):
         tensor.data = tensor.data.to(device)
 
     def copy(layer, *_):
-        for weight in layer.parameters():
-            weight.data = host[weight].to(device, non_blocking=True)
+        layer.to(device, non_blocking=True)
 
     def release(layer, *_):
         for weight in layer.parameters():
@@ -1387,40 +1344,40 @@ DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
 
 # By name: the default, the help text, and a number's limits.
 OPTIONS = {
-    "--target": (str(TINY / "target"), "folder or hub name"),
-    "--draft": (str(TINY / "draft"), "a small model with the same tokens"),
-    "--prompt": (PROMPT, "the text to continue"),
-    "--chat": (False, "put the prompt through the chat template, as a user's message"),
-    "--max-new-tokens": (96, "how many tokens to add", 1, 10**9),
-    "--temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
-    "--top-p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
-    "--top-k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "--seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
+    "target": (str(TINY / "target"), "folder or hub name"),
+    "draft": (str(TINY / "draft"), "a small model with the same tokens"),
+    "prompt": (PROMPT, "the text to continue"),
+    "chat": (False, "put the prompt through the chat template, as a user's message"),
+    "max_new_tokens": (96, "how many tokens to add", 1, 10**9),
+    "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
+    "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
+    "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
+    "seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
                   "auto the tree, and so the text, depends on the clock", 0, 2**63 - 1),
-    "--method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
-    "--tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
-    "--device": (DEVICE, "cuda, cuda:1, cpu, ..."),
-    "--dtype": (DTYPE, "float32, bfloat16 or float16"),
-    "--offload": (False, "stream the target's layers from host memory"),
-    "--explain": (False, "decode by `step_plainly`, slowly and always by Algorithm 2, and print each step"),
+    "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
+    "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
+    "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
+    "dtype": (DTYPE, "float32, bfloat16 or float16"),
+    "offload": (False, "stream the target's layers from host memory"),
+    "explain": (False, "decode by `step_plainly`, slowly and always by Algorithm 2, and print each step"),
 }
 
 def parse(argv):
     parser = argparse.ArgumentParser("sequoia.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, (default, text, *_) in OPTIONS.items():
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-        parser.add_argument(name, help=text, **how)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
     args = parser.parse_args(argv)
     for name, (_, _, *limits) in OPTIONS.items():
-        value = getattr(args, name[2:].replace("-", "_"))
+        value = getattr(args, name)
         if limits and not limits[0] <= value <= limits[1]:
-            raise ValueError(f"{name} must be from {limits[0]} to {limits[1]}, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be {limits[0]} to {limits[1]}, not {value}")
     args.tree = tree_shape(args.tree)
     return args
 
 def load(name, args):
     """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
-    if name.startswith(str(TINY)) and not TINY.exists():
+    if str(TINY) in name and not TINY.exists():
         raise ValueError("there is no bundled pair beside this copy: give --target and --draft")
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         name, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True)
@@ -1440,9 +1397,9 @@ def decode_prompt(args):
     encode = partial(tokenizer, args.prompt)
     if args.chat:
         message = [{"role": "user", "content": args.prompt}]
-        encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True, return_dict=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    decoder = Decoder(target, draft, args.tree, args.method, generator)
+        encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
+    decoder = Decoder(target, draft, args.tree, args.method,
+                      torch.Generator(args.device).manual_seed(args.seed))
     streamer = transformers.TextStreamer(tokenizer)
     if args.explain:
         word = lambda token: repr(tokenizer.decode(token))
@@ -1451,7 +1408,7 @@ def decode_prompt(args):
     ids = decoder.generate(
         encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k,
-        temperature=args.temperature or None)
+        temperature=args.temperature)
     if args.explain:
         print(tokenizer.decode(ids[0]))
     else:
@@ -1469,12 +1426,11 @@ def explained_tokens(decoder, word, text, sampling, planner, max_length):
             # its second choices are not all alike.
             shaped = shaped / (0.03 if is_draft else 1e-6)
         # What `step_plainly` asks of a draft.
-        return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped
+        return shaped.clamp(min=shaped.max() - 700)
 
-    target = partial(scores, decoder.target, False)
-    draft = partial(scores, decoder.draft, True)
     while True:
-        added = step_plainly(target, draft, text, planner.tree, decoder.generator, say=print, word=word)
+        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True),
+                             text, planner.tree, decoder.generator, say=print, word=word)
         print(f"adds {word(added)}\n")
         text = torch.cat([text, added])
         yield from added.tolist()

@@ -581,8 +581,7 @@ def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended():
 @quick
 def test_a_layout_is_as_its_docstring_prints_it():
     layout = Layout(Tree([-1, 0, 0, 1]), "cpu")
-    assert layout.slot_offsets.tolist() == [0, 1, 2, 3, -1]
-    assert layout.position_offsets.tolist() == [0, 1, 1, 2, -1]
+    assert layout.offsets.tolist() == [[0, 1, 2, 3, -1], [0, 1, 1, 2, -1]]
     rows = ["xx....", "xxx...", "xx.x..", "xxx.x.", "x....."]
     assert layout.mask.tolist() == [[0.0 if sign == "x" else RULED_OUT for sign in row] for row in rows]
     assert layout.children.tolist() == [[1, 2, -1], [3, -1, -1], [-1, -1, -1], [-1, -1, -1]]
@@ -866,7 +865,8 @@ class TableModel:
 
     def logits(self, tokens, nodes, place):
         # What a node sees are a text of one token, in slot 0, then the root, and then its path.
-        paths = [row.nonzero()[2:, 0] - 1 for row in place.mask[nodes] == 0]
+        _, _, mask, _ = place
+        paths = [row.nonzero()[2:, 0] - 1 for row in mask[nodes] == 0]
         tokens = tokens.clamp(min=0)
         return torch.stack([row_of(self.tables, tokens[path].tolist()) for path in paths]).log()
 
@@ -955,7 +955,7 @@ def test_a_static_step_takes_nothing_from_the_host(method):
     for model in pair:
         model.to("meta")
     for step in steps:
-        for owner in (step, step.layout, *models):
+        for owner in (step, *models):
             moved = tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, vars(owner))
             vars(owner).update(moved)
         step.rand = partial(sequoia.uniform, device="meta")
@@ -1023,8 +1023,8 @@ def test_a_missing_child_was_not_tried():
         tokens = [5, 7, NONE, NONE, NONE, NONE, NONE] if i % 3 else [5, 7, 8, 9, 10, 11, 12]
         planner.learn(Step(tree, tokens, [] if i % 3 else [2], 0, 1.0 + i))
     # The root's first child was tried 3,000 times, and in 1,000 steps node 2's two.
-    assert planner.tried[:3].tolist() == [4000, 2000, 0]
-    assert planner.accepted[:3].tolist() == [0, 1000, 0]
+    assert [planner.tried[rank] for rank in range(3)] == [4000, 2000, 0]
+    assert [planner.accepted[rank] for rank in range(3)] == [0, 1000, 0]
     # The last times are kept.
     assert [*planner.seconds[tree]] == [1.0 + i for i in range(3000 - sequoia.KEPT_TIMINGS, 3000)]
 
@@ -1341,18 +1341,6 @@ def test_a_step_is_captured_again_when_the_caches_grow(llama):
     assert capture.call_count == 2
     assert decoder.target.store.shape[2] == 512
 
-@quick
-@pytest.mark.parametrize("form", FORMS)
-def test_the_drafts_cache_may_be_smaller_than_the_targets(llama, form):
-    """The probe needs more room behind this prompt than a tree does, so only the target's is doubled."""
-    with FORMS[form]():
-        decoder = Decoder(*llama, (4, 3))
-        capacities = set()
-        decoder.on_step = lambda step: capacities.add(tuple(
-            model.store.shape[2] for model in (decoder.target, decoder.draft)))
-        assert_as_generate(decoder, prompt_of(251), max_new_tokens=12)
-    assert (512, 256) in capacities
-
 def test_auto_with_all_its_trials_writes_generates_text(llama):
     """More than 64 tokens pay for trials, so trees of several shapes, and none, follow one another. After a
     step without a tree the draft lacks its token, so it must be fed again, or it would guess badly."""
@@ -1528,11 +1516,12 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method, form):
         # Traced, because that is faster.
         pair = sequoia.pack(target), sequoia.pack(draft)
         steps = []
-        decoder = Decoder(*pair, Tree([-1, 0, 0, 1, 1, 2]), method, seeded(0), steps.append)
+        tree = Tree([-1, 0, 0, 1, 1, 2])
+        decoder = Decoder(*pair, tree, method, seeded(0), steps.append)
         found = []
         for number in range(400):
             sampling = sampling_of(method, [], number)
-            following = decoder.tokens_after(prompt, sampling, Planner(decoder.tree), max_length=8)
+            following = decoder.tokens_after(prompt, sampling, Planner(tree), max_length=8)
             tokens = [*itertools.islice(following, 4)]
             found.append(torch.tensor(tokens) @ torch.tensor([27, 9, 3, 1]))
     assert sum(len(step.path) for step in steps) > 200
@@ -1623,7 +1612,6 @@ def test_where_a_grammar_leaves_fewer_tokens_than_children_the_rest_is_missing(l
     replaces = METHODS[method].propose is sequoia.propose_independent
     assert replaces or sum(step.node_tokens[3:4] == [NONE] for step in steps) > 2
 
-SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(3, [3, 5, 7])
 NEVER = [lambda ids, scores: scores.fill_(-torch.inf)]
 # By the error's words: the arguments, among them the prompt and what a Decoder is made of.
 REFUSED = {
@@ -1638,8 +1626,7 @@ REFUSED = {
     "token_type_ids like these": dict(token_type_ids=mask_of(3)), "'9x'$": dict(tree="9x"),
     "^not supported: position_ids": dict(position_ids=torch.arange(3, 15)[None]),
     "position_ids like these": dict(position_ids=torch.arange(12).flip(0)[None]),
-    "a cache of your own": dict(past_key_values=transformers.DynamicCache()), "SynthID": dict(
-        watermarking_config=SYNTH_ID),
+    "a cache of your own": dict(past_key_values=transformers.DynamicCache()),
     "up to 1024 nodes": dict(tree="1025x7"), "100 is too large": dict(tree=(100, 2)),
     "got .0, 2.": dict(tree=(0, 2)), "2 is too large": dict(tree=(2, 0)), "got None": dict(tree=None),
     "fills the target's context of 256 tokens": dict(max_new_tokens=246),
@@ -1673,7 +1660,6 @@ UNFIT = {
     "Bloom.* cannot verify a tree": lambda fit: small_model("Bloom"),
     "GPTNeo.* its mask counts slots": lambda fit: small_model("GPTNeo", **NEO),
     "Falcon.* its mask counts slots": lambda fit: small_model("Falcon", alibi=True),
-    "devices?,.* .*meta": lambda fit: fit.model.layers[1].to("meta") and fit,
     "'sdpa'": lambda fit: fit.set_attn_implementation("flex_attention") or fit,
     r"in training mode: call its eval\(\)": lambda fit: fit.train(),
     "language model of transformers, got LlamaModel": lambda fit: fit.model,
@@ -2123,7 +2109,7 @@ BAD_REQUESTS = {
 def test_a_bad_request_is_one_line_and_exit_code_2(folders, capfd, words):
     good = [f"--target={folders / 'good'}", f"--draft={folders / 'good'}", "--tree=3x2", "--max-new-tokens=4"]
     code, out, err = run_main(capfd, *good, words.replace("FOLDER", str(folders)))
-    assert code == 2 and len(err.splitlines()) == 1 and (out == "" or "1000" in words)
+    assert code == 2 and len(err.splitlines()) == 1
     assert re.match(f"sequoia.py: \\w+: .*{BAD_REQUESTS[words]}", err)
 
 def test_what_the_parser_refuses_ends_with_2_and_help_says_what_a_seed_fixes(capfd):
