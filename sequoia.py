@@ -21,17 +21,16 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each calls only those before it. If you change a section, its line here
-must still hold, which test_sequoia.py checks:
+Sections 1 to 7 are the method, and each builds on those before it alone. If you change a section, its line
+here must still hold, which test_sequoia.py checks:
 
-    2 sampling, 3 plainly   the token follows the target's distribution, for any draft and any tree
-    4 best trees            no other tree of that size and depth has more expected tokens
-    5 many nodes, 8 others  for each of many nodes the token follows the target's distribution, too
-    6 a step                a node's logits depend on its path alone; moved entries equal a fresh pass's; a
-                            step adds what `step_plainly` adds from the same numbers, also as a CUDA graph
-    7 the planner           on simulated machines, even noisy ones, its tree comes near the fastest
-    9 behind `generate`     the same text up to rounding (sampled, the same distribution), or an error
-    10 faster passes        offloaded: the same numbers; packed and traced: up to rounding
+    2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
+    4            no other tree of that size and depth has more expected tokens
+    6            a node's logits depend on its path alone; moved entries equal a fresh pass's; Sequoia's step
+                 adds what `step_plainly` adds from the same numbers, also as a CUDA graph
+    7            on simulated machines, even noisy ones, the planner's tree comes near the fastest
+    9            the text of `generate` up to rounding (sampled, its distribution), or an error
+    10           offloaded, the same numbers; packed and traced, the same up to rounding
 
     python sequoia.py                                            # section 11: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -63,7 +62,7 @@ NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
 class Tree(tuple):
-    """The shape of a token tree: for each node, the index of its parent.
+    """The shape of a token tree, as the tuple of its nodes' parents.
 
     Nodes stand in level order: the root first (its parent is NONE), then level by level, siblings together
     and the draft's first choice first. So the children of a node have consecutive numbers.
@@ -76,7 +75,8 @@ class Tree(tuple):
 
     size, depth: the numbers of nodes and of levels, the root's included. For each node: depths, its level,
     which is 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
-    root down to it. mask, (size, size) bool: which nodes each node sees, namely those on its path."""
+    root down to it. mask, (size, size) bool: which nodes each node sees, namely those on its path. parents:
+    the plain tuple."""
 
     def __init__(self, parents):
         self.parents = tuple(self)
@@ -257,8 +257,9 @@ def expected_tokens(tree, acceptance_rates):
     `optimal_tree`.
 
     A step adds one token for each accepted node and one of the target's own, which we count at the root. So
-    F(T) is the sum of the nodes' chances, and a chance is the product of the rates on the way down, because
-    all ancestors must be accepted, too (Definition 3.1). For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
+    F(T) is the sum of the nodes' chances. All ancestors of a node must be accepted, too, so its chance is the
+    product of the rates on the way down, if a rate depends on the rank (and the level) alone, which we assume
+    (Definition 3.1). For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
 
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20"""
@@ -335,8 +336,8 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # R is not divided by its sum. So D is multiplied by it, which leaves the ratio R / D as it would be,
-        # and scales R - D. (The softmax normalises D.) A missing child takes nothing from R.
+        # The softmax normalises D. R is not divided by its sum S. So D is multiplied by S, because the ratio
+        # (R / S) / D is R / (S D), and R / S - D is R - S D but for a factor. A missing child has no D.
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -364,8 +365,8 @@ SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. (Any draft
-# is lossless, if the scores that propose are those that verify.) What the following ones rule out of a draft
-# is only lowered, because the target may keep it.
+# is lossless, if the scores that propose are those that verify.) But a token that one of these cuts from the
+# draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # These never look at the text. Any other processor might, so it is called node by node, each time with the
 # node's own text, which is slower and cannot be captured as a CUDA graph.
@@ -384,8 +385,8 @@ class Sampling:
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # Calls with equal settings share a plan and a captured graph. Processors that read the text are left
-        # out, because a plan need only fit roughly, and they are never captured.
+        # By these, plans and TreeSteps are kept. They leave out processors that read the text, because a plan
+        # need only fit roughly, and a step with such processors is never captured.
         self.settings = method, self.reads_text, *blind
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -602,7 +603,8 @@ class CachedModel:
         masks = {kind: mask.masked_fill(positions[nodes, None] - read_positions >= window, RULED_OUT)
                  if window else mask for kind, window in self.windows.items()}
         return self.model(
-            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],        # a missing child has no id
+            # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
+            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],
             position_ids=positions[nodes][None],
             attention_mask=masks.get("every layer", masks),
             past_key_values=cache).logits[0]
@@ -1011,7 +1013,7 @@ class Report(NamedTuple):
     """What a Decoder's last call came to."""
     tokens: int              # written
     steps: int               # the first of which is the prompt's pass
-    seconds: float           # from the prompt's pass to the end
+    seconds: float           # of the call
     tree: Tree               # the planner's last choice
 
     def __str__(self):
@@ -1204,7 +1206,7 @@ def probe(target, text, logits):
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
     # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
-    # compute their angles in float32.
+    # compute their angles in float32. ("not <" also refuses NaN.)
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the same "
                          f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
