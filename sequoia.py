@@ -21,13 +21,13 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each builds on those before it alone. If you change a section, its line
-here must still hold, which test_sequoia.py checks:
+Sections 1 to 7 are the method, and each can be read with those before it alone. What must still hold after
+you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
     4            no other tree of that size and depth has more expected tokens
     6            a node's logits depend on its path alone; moved entries equal a fresh pass's; Sequoia's step
-                 adds what `step_plainly` adds from the same numbers, also as a CUDA graph
+                 adds what `step_plainly` adds from the same random numbers, also as a CUDA graph
     7            on simulated machines, even noisy ones, the planner's tree comes near the fastest
     9            the text of `generate` up to rounding (sampled, its distribution), or an error
     10           offloaded, the same numbers; packed and traced, the same up to rounding
@@ -39,7 +39,7 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones.
 MIT licence, copyright (c) 2026 the sequoia.py authors."""
-import argparse, collections, contextlib, os, sys, time, warnings
+import argparse, collections, contextlib, sys, time, warnings
 from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -124,10 +124,11 @@ def k_ary(k, depth):
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf          # impossible: never proposed, never drawn
-# What only the draft rules out stays possible, because the target may want it. It is proposed in this order:
-FAR_BELOW = 100                 # subtracted from what top-k, top-p or min-p would cut
-UNLIKELY = -1000                # the score of a token of probability 0
-TRIED = -1e30                   # the score of a rejected token; of a row of -inf there is no softmax
+# What only the draft rules out is merely lowered, because the target may want it:
+FAR_BELOW = 100                 # by this much, if top-k, top-p or min-p cuts it
+UNLIKELY = -1000                # to this score, if its probability is 0
+# The score of a rejected token. It is below all others, but finite: of a row of -inf there is no softmax.
+TRIED = -1e30
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -164,7 +165,7 @@ def draw(weights, u):
 
 def never_ruled_out(log_Q):
     """A draft's scores, (rows, V), with UNLIKELY in place of -inf. Tokens to which the draft gives
-    probability 0 are then proposed after all others, and all are equally likely (Algorithm 2, lines 12 to
+    probability 0 are then proposed after the others, and all are equally likely (Algorithm 2, lines 12 to
     15), because the target may want them. A draft that says NaN or inf is useless, but the text can go on."""
     return log_Q.nan_to_num(nan=UNLIKELY, posinf=-UNLIKELY, neginf=UNLIKELY)
 
@@ -216,18 +217,18 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
     must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
-    in float64 they become a probability of about 0. No node may have more children than there are tokens.
+    in float64 all of them have probability 0 and are tried in any order. No node may have more children than
+    there are tokens.
     say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
-    # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order. The
-    # nodes of a level can share the noise, because only one of them is reached, and which one was settled by
-    # the levels above.
+    # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
     log_Q = {}
     noise = []
     for node, children in enumerate(tree.children):
         if children:
             log_Q[node] = draft(texts[node]).double()
+            # A level's nodes can share noise, because only one is reached, and levels above settle which.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
             proposed = most_likely(log_Q[node] + noise[-1], len(children))
@@ -257,9 +258,9 @@ def expected_tokens(tree, acceptance_rates):
     `optimal_tree`.
 
     A step adds one token for each accepted node and one of the target's own, which we count at the root. So
-    F(T) is the sum of the nodes' chances. All ancestors of a node must be accepted, too, so its chance is the
-    product of the rates on the way down, if a rate depends on the rank (and the level) alone, which we assume
-    (Definition 3.1). For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
+    F(T) is the sum of the nodes' chances. We assume that a rate depends on the rank (and the level) alone
+    (Definition 3.1). Then a node's chance is the product of the rates on its path, because all of it must be
+    accepted. For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
 
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20"""
@@ -274,16 +275,16 @@ def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens (Algorithm 1).
 
     acceptance_rates: (ranks,), the chance that an accepted node's 1st, 2nd, ... child is accepted, which need
-    not fall; or (levels, ranks), row i for nodes on level i, and the last row also for deeper ones.
-    Raises ValueError if no tree with these ranks and levels is that large.
+    not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
+    down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    best[k][n]: the most expected tokens that n nodes add below one node, if they are its children of rank k,
-    k + 1, ... and their descendants. Child k and its own are m of them, its younger siblings' the rest:
+    Below a node there may be n nodes: a child and its descendants take m of them, its younger siblings and
+    theirs the rest. The most expected tokens that these n nodes add are
 
-        best[k][n] = max over m of  rates[k] (1 + below[m - 1]) + best[k + 1][n - m]
+        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],    for the best m,
 
-    where `below` is best[0] one level further down. best[k][0] is 0, and best[k][n] is -inf if n nodes have
-    no place there."""
+    where `younger` is the same for the next rank, and `below` for the first rank one level further down. All
+    are 0 for no nodes, and -inf for more nodes than have a place."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
@@ -295,12 +296,12 @@ def optimal_tree(acceptance_rates, size, depth=None):
     shares = {}                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
         row = rates[min(level, len(rates) - 1)]
-        younger = no_child                                      # best[k + 1], of no child yet
+        younger = no_child
         for rank in reversed(range(len(row))):
             # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             shares[level, rank] = 1 + value.argmax(axis=1)
-            younger = np.maximum(no_child, value.max(axis=1))   # best[k], for the next elder child
+            younger = np.maximum(no_child, value.max(axis=1))   # which sets the value of no nodes, 0
         below = younger
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
@@ -336,8 +337,9 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # The softmax normalises D. R is not divided by its sum S. So D is multiplied by S, because the ratio
-        # (R / S) / D is R / (S D), and R / S - D is R - S D but for a factor. A missing child has no D.
+        # The softmax normalises D. R keeps its sum S. Multiplying D by S, too, leaves the ratio right, and
+        # the residual up to a factor. A missing child has D = 0. (That it marks token 0 below does no harm,
+        # because only other missing ones follow.)
         D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -345,7 +347,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         R = (R - D).clamp(min=0)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    # Where rounding has left nothing of R this is P; beside anything else 1e-20 of P is nothing.
+    # If rounding has left nothing of R, this is P. Otherwise 1e-20 of P is lost in rounding.
     return first_accepted(accepted), torch.add(R, P, alpha=1e-20)
 
 def first_accepted(accepted):
@@ -360,6 +362,7 @@ class Method(NamedTuple):
     propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable             # P, log_Q, tokens, u -> ranks and weights
     target_P: Callable           # the target's scores, rand -> P
+    shares_noise: bool = False   # gumbel alone: both models' scores get the same noise
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
@@ -385,8 +388,8 @@ class Sampling:
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # By these, plans and TreeSteps are kept. They leave out processors that read the text, because a plan
-        # need only fit roughly, and a step with such processors is never captured.
+        # The key by which plans and TreeSteps are kept. It leaves out processors that read the text, because
+        # a plan need only fit roughly, and no graph is made with them.
         self.settings = method, self.reads_text, *blind
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -397,7 +400,7 @@ class Sampling:
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
-            # Behind an end or a missing child scores are not used, and a grammar's processor might raise.
+            # After an end or a missing child scores are not used, and a grammar's processor might raise.
             if not self.ends.intersection(path.tolist()):
                 row = self.processed(torch.cat([text, path])[None], row, is_draft)
             rows.append(row)
@@ -452,7 +455,7 @@ class Layout:
         width      2                              the most children that a node has
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
 
-            parents      [0]        [1]      the nodes of the level before that have children
+            parents      [0]        [1]      the nodes with children on the level above
             fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
             children     [[1, 2]]   [[3]]    of each parent, padded with NONE"""
 
@@ -478,8 +481,8 @@ class Layout:
             self.passes.append((ids(parents), ids(parents if level else [size, 0]), children))
 
     def place(self, base, visible):
-        """Where the nodes and previous stand in a cache if the root's slot is `base`, a number or (1,), and
-        which slots their pass reads, the first `visible` ones. Returns
+        """Places the tree with its root in slot `base`, a number or (1,). Its passes read the first `visible`
+        slots. Returns
 
             slots, positions     (size + 1,)
             mask                 (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
@@ -648,7 +651,7 @@ class TreeStep(Layout):
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
         self.tokens[-2:-1] = text[-2:-1]
-        # The first call on a GPU warms up, and the second one is captured.
+        # If static, call 1 warms up, call 2 captures and replays, and later ones replay.
         if self.static and self.result is not None and not self.graph:
             self.capture(text, sampling)
         if self.graph:
@@ -694,7 +697,7 @@ class TreeStep(Layout):
         # 5. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         # 6. The accepted nodes' entries move up behind the text, where the root stands already. (If a path
-        # repeats its last node, as in `walk_without_branches`, the copies land in free slots.)
+        # repeats its last node, as 0, 1, 1 in `walk_without_branches`, the copies land in free slots.)
         if len(path) > 1:
             slots, *_ = place
             for model in self.models:
@@ -716,8 +719,8 @@ class TreeStep(Layout):
 
 def walk(layout, try_children):
     """Step 3 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
-    draw the token after them, (1, V). try_children: from rows, a slice of the nodes, and their children to
-    ranks and weights, as `verify_nodes` returns them. (Of no children it returns rank 0 and P.)"""
+    draw the token after them, (1, V). try_children(rows, k): tries the first k children of the nodes in the
+    slice `rows`, and returns ranks and weights as `verify_nodes` does, for k = 0 rank 0 and P."""
     path = [0]
     while True:
         node = path[-1]
@@ -732,8 +735,8 @@ def walk_without_branches(layout, try_children):
     without an accepted child is followed by itself. If in the tree above node 1 is accepted and then nothing,
     following is [1, 1, 2, 3], and the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.width)
-    # Where no child is accepted this gathers the NONE behind them, which is smaller than any node. A child's
-    # number is larger than its parent's.
+    # An accepted child's number is larger than its parent's. If none is accepted, the NONE behind them is
+    # gathered, which is smaller.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)
     path = [layout.nodes[:1]]
     for _ in layout.passes:
@@ -759,11 +762,10 @@ FIRST_SHAPE = 8, 4
 # a decent draft, and counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
-# How many timed steps a tree needs before it is compared with others, and how many are remembered.
-MIN_TIMINGS = 4
-KEPT_TIMINGS = 60
-# Trials wait until the steps so far, in all texts, and the tokens that this text can still get are this many
-# together, because in less text a plan could not win back what they cost.
+# By the times of how many steps, the last ones, a trial's tree is compared with others.
+TIMINGS = 4
+# Trials start when the steps done, in all texts, plus the tokens that this text can still get reach this. In
+# less text a plan could not win back what they cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -810,14 +812,14 @@ class Planner:
         # How often a node's first, second, ... child was tried, and accepted.
         self.tried = collections.Counter()
         self.accepted = collections.Counter()
-        # For each tree that "auto" tries, the seconds of the last steps with it.
-        self.seconds = collections.defaultdict(partial(collections.deque, maxlen=KEPT_TIMINGS))
+        # For each trial the seconds of the last steps with its tree.
+        self.seconds = collections.defaultdict(partial(collections.deque, maxlen=TIMINGS))
         self.steps = 0
         # The tree, and until how many steps it is kept.
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
         self.keep_until = 0 if shape == "auto" else 16
-        # "auto" times its first tree, which has few levels, no tree, and as many nodes on more levels, and
-        # later others.
+        # "auto" times its first tree, no tree, and a chain of as many nodes, on whose order `latency` relies,
+        # and later others.
         self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)] if shape == "auto" else []
 
     def best_of(self, shape):
@@ -825,10 +827,10 @@ class Planner:
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        # A plan either asks for one more trial or is kept.
+        # Each round returns a trial, or plans, which adds a trial of a new size or sets keep_until.
         while self.steps >= self.keep_until:
             for tree in self.trials:
-                if len(self.seconds[tree]) < MIN_TIMINGS:
+                if len(self.seconds[tree]) < TIMINGS:
                     # A tree that is cut at the text's end tells nothing about the whole one.
                     is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left
                     return tree if is_worth_it else self.tree
@@ -841,7 +843,7 @@ class Planner:
             sizes, t, c = self.latency()
             self.tree = plan(self.rates(), sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
-                # Levels of its own, because a larger tree wants more.
+                # On more levels than the plan, because a larger tree wants more.
                 self.trials.append(self.best_of((size, self.tree.depth + 2)))
                 return
         else:
@@ -854,8 +856,8 @@ class Planner:
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise only adds to a time, and so do a GPU's first calls, so a low quantile comes closest to the
-        # time without them.
+        # Noise and a GPU's first calls only add to a time, so a low quantile comes closest to the time
+        # without them.
         typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
         # The first and the third have the same size, so their times differ by draft passes alone.
         branched, _, straight, *_ = self.trials
@@ -865,7 +867,7 @@ class Planner:
         # More nodes do not take less time.
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c
 
-    def learn(self, step):
+    def learn(self, step, is_timed=True):
         """Learns from a step which of the children that were tried were accepted, and how long it took."""
         self.steps += 1
         for node in (0, *step.path):
@@ -877,7 +879,8 @@ class Planner:
                 if child in step.path:
                     self.accepted[rank] += 1
                     break
-        self.seconds[step.tree].append(step.seconds)
+        if is_timed and step.tree in self.trials:
+            self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
@@ -885,7 +888,8 @@ class Planner:
         rates = []
         chance_if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
-            # A child is hardly accepted more often than its elder, so the guess must not say so, either.
+            # A child is hardly accepted more often than its elder, whose chance this still is, so the guess
+            # must not say so, either.
             guess = min(guess, chance_if_tried)
             accepted = self.accepted[rank] + PRIOR_TRIES * guess
             chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
@@ -959,8 +963,8 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# Greedy decoding, which is also what every other method comes to at temperature 0. With the same noise added
-# to both models' scores it is sampling, and that is gumbel.
+# At temperature 0 all methods add the same tokens, which this one finds. With noise it samples: see
+# `shared_noise`.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
     "sequoia": SEQUOIA,
@@ -968,7 +972,7 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
     "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    "gumbel": GREEDY,
+    "gumbel": GREEDY._replace(shares_noise=True),
 }
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -976,7 +980,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
     rand = partial(uniform, generator=generator, device=P.device)
-    noise = gumbel_noise(rand(*P.shape)) if method is GREEDY else 0
+    noise = gumbel_noise(rand(*P.shape)) if method.shares_noise else 0
     log_Q = never_ruled_out(Q.log()) + noise
     tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
@@ -1060,13 +1064,13 @@ class Decoder:
         models = self.target, self.draft
         # gumbel draws only a text's seed from the caller's generator, so that the next text's seed does not
         # depend on this one's trees. Its steps need no random numbers.
-        step_generator = torch.Generator(target.device) if self.method is GREEDY else generator
+        step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         # An offloaded model's pass needs the host.
         can_capture = target.device.type == "cuda" and not hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and can_capture
-        # The last few TreeSteps are kept, because they may hold graphs. These are good for caches of the same
-        # capacities and for the same settings alone, so both are a part of the key.
+        # The last few TreeSteps are kept, because they may hold graphs. Capacity and settings are only a part
+        # of the key: a graph is good for no others.
         self.kept_step = lru_cache(8)(
             lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
@@ -1095,7 +1099,7 @@ class Decoder:
         begun = time.perf_counter()
         check_call(model, input_ids, generation_config, arguments)
         method = self.method if generation_config.do_sample else GREEDY
-        if generation_config.do_sample and method is GREEDY:
+        if method.shares_noise:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
             logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
@@ -1164,7 +1168,7 @@ class Decoder:
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
             step = find_step(tree, is_static, capacity, sampling.settings)(text, sampling)
-            planner.learn(step)
+            planner.learn(step, is_timed=find_step is self.kept_step)
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1179,7 +1183,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# What is refused beside the models that `check_fit` knows: models by their numbers, and calls.
+# More is refused: models by their numbers, by `probe`, and calls, by `check_call`.
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
 
 def probe(target, text, logits):
@@ -1196,7 +1200,7 @@ def probe(target, text, logits):
     place = layout.place(len(text) - count, len(text) + count - 1)
     slots = target.store[:, :, len(text) - count : len(text) + count]
     kept = slots.clone()
-    # The nodes' tokens are a, b, b, c, c. The last ones of each level are read.
+    # The nodes' tokens are a, b, b, c, c, and the second twins are read below.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
     slots.copy_(kept)
@@ -1361,7 +1365,8 @@ OPTIONS = {
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
     "dtype": (DTYPE, "float32, bfloat16 or float16"),
     "offload": (False, "stream the target's layers from host memory"),
-    "explain": (False, "decode by `step_plainly`, slowly and always by Algorithm 2, and print each step"),
+    "explain": (False, "decode by `step_plainly`, slowly, always by Algorithm 2, and with auto by its first "
+                       "tree, and print each step"),
 }
 
 def parse(argv):
@@ -1423,7 +1428,7 @@ def explained_tokens(decoder, word, text, sampling, planner, max_length):
     def scores(model, is_draft, text):
         logits = widened(model.prefill(text), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-        if sampling.method is GREEDY:
+        if sampling.method.target_P is likeliest_token:
             # Greedy decoding is the limit of low temperatures. The draft may have any, and needs one at which
             # its second choices are not all alike.
             shaped = shaped / (0.03 if is_draft else 1e-6)
@@ -1443,9 +1448,6 @@ def main(argv=None):
     # A download of many gigabytes must not be silent, but a log file needs no bars.
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    # Threads that wait for a core that another process uses hold up all others, at every operator.
-    if hasattr(os, "getloadavg"):
-        torch.set_num_threads(max(1, torch.get_num_threads() - int(os.getloadavg()[0])))
     try:
         decode_prompt(parse(argv))
         return 0

@@ -1026,7 +1026,7 @@ def test_a_missing_child_was_not_tried():
     assert [planner.tried[rank] for rank in range(3)] == [4000, 2000, 0]
     assert [planner.accepted[rank] for rank in range(3)] == [0, 1000, 0]
     # The last times are kept.
-    assert [*planner.seconds[tree]] == [1.0 + i for i in range(3000 - sequoia.KEPT_TIMINGS, 3000)]
+    assert [*planner.seconds[tree]] == [1.0 + i for i in range(3000 - sequoia.TIMINGS, 3000)]
 
 @quick
 @pytest.mark.parametrize("rates", [0.6 / np.arange(1, 9) ** 2, 0.2 / np.arange(1, 9) ** 0.5],
@@ -1147,7 +1147,7 @@ def test_plans_come_at_doubling_steps_and_few_steps_are_trials():
     trees = [step.tree for step in done]
     counts = collections.Counter(trees)
     assert sum(count for _, count in counts.most_common()[4:]) <= 60
-    assert sequoia.MIN_TIMINGS < counts[NO_TREE] <= 2 * sequoia.MIN_TIMINGS + len(planned)
+    assert sequoia.TIMINGS < counts[NO_TREE] <= 2 * sequoia.TIMINGS + len(planned)
     steps = [*planned]
     assert 5 <= len(steps) <= 20
     assert steps[-1] > 150
@@ -1218,7 +1218,7 @@ def test_a_slow_first_time_is_forgotten_before_the_next_plan():
             planner.learn(Step(tree, [0] * tree.size, [], 0, 9.0 if is_first else 1.0))
     assert len(seen) > 3
     assert seen[0][0] == 1.0
-    assert {count for _, count in seen} == {sequoia.MIN_TIMINGS}
+    assert {count for _, count in seen} == {sequoia.TIMINGS}
     assert max(planner.seconds[NO_TREE]) == 1.0
 
 def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
