@@ -690,6 +690,8 @@ class TreeStep(Layout):
             children = self.children[rows, :k]
             scores = scores_of(logits[rows], is_draft=False, nodes=self.nodes[rows])
             P = method.target_P(scores, self.rand)
+            if k == 0:
+                return 0, P                     # the token after a leaf
             return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
 
         chosen_walk = walk_without_branches if self.static else walk
@@ -922,7 +924,7 @@ def verify_by_spectr(P, log_Q, tokens, u):
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
     rho = width = k
-    for _ in range(50 if tokens.shape[1] else 0):
+    for _ in range(50):
         # rho is enough, and rho - width is not.
         width = width / 2
         lower = rho - width
