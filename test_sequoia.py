@@ -79,6 +79,7 @@ def test_a_tree_knows_its_shape():
     assert {tree, Tree(np.array(tree.parents)), LATE} == {tree, LATE}
     assert tree.drawing("abcdefg").split() == ["a", "b", "e", "g", "f", "c", "d"]
     assert str(Tree([-1, 0, 0, 1])).split("\n") == ["0", "    1", "        3", "    2"]
+    assert str(sequences(12, 1)).split() == [str(node) for node in range(13)]
     assert sequences(2, 3) == Tree([-1, 0, 0, 1, 2, 3, 4])
     assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2])
     assert k_ary(3, 1) == chain(0) == NO_TREE
@@ -395,6 +396,7 @@ def chance_of(path, tree, rates):
 @given(acceptance_rates(), st.integers(1, 7))
 @example(np.array([1e-3, 1e-7, 1e-7]), 3)
 @example(np.array([0.6, 0.0]), 2)
+@example(np.array([[0.1, 0.1], [0.6, 0.3]]), 7)
 def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, depth):
     most_children = rates.shape[-1]
     best = {}
@@ -553,6 +555,9 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
     # Any other processor also rules out a draft's tokens.
     forbid = lambda ids, scores: scores.index_fill(1, torch.tensor(0), RULED_OUT)
     reading = Sampling(METHODS["sequoia"], [temperature, processor, forbid])
+    # Ways of sampling that differ in anything have plans of their own.
+    ways = [sampling, warm, reading, Sampling(GREEDY, [temperature, processor]), Sampling(GREEDY, [])]
+    assert len({way.settings for way in ways}) == 5
     scores = reading.processed(torch.tensor([[5]]), logits, True)
     assert scores.tolist() == [[RULED_OUT, *lowered[1:]]]
 
@@ -1407,6 +1412,19 @@ def test_a_text_is_never_longer_than_asked_for_and_trees_are_cut_at_its_end(llam
         assert text.shape == (1, 10 + count)
 
 @quick
+def test_a_tree_that_is_cut_at_the_texts_end_is_not_timed(llama):
+    """It may be another trial's tree, as none, but was not captured like that one."""
+    learnt = []
+    note = lambda planner, step, is_timed: learnt.append((step.tree, is_timed))
+    with mock.patch.object(Planner, "learn", note):
+        Decoder(llama[0], llama[0], chain(6)).generate(prompt_of(10), do_sample=False, max_new_tokens=12)
+    assert learnt == [(chain(6), True), (chain(3), False)]
+    planner = Planner("auto")
+    planner.learn(Step(NO_TREE, [0], [], 0, 1.0), is_timed=False)
+    planner.learn(Step(chain(2), [0] * 3, [], 0, 1.0))
+    assert not any(planner.seconds.values())
+
+@quick
 def test_criteria_are_asked_after_every_token_and_end_the_text_there(llama):
     asked = []
 
@@ -1494,6 +1512,11 @@ def test_scaled_positions_lengthen_the_context_but_longropes_ends_at_its_switch(
         assert_as_generate(decoder, prompt_of(length), max_length=context + 1)
     with pytest.raises(ValueError, match=f"context of {context} tokens"):
         decoder.generate(prompt_of(20), max_length=context + 2)
+    # The factor counts from the original length, where one is named, and never shortens the context.
+    for factor, expected in ((4.0, 1024), (1.5, 512)):
+        long = dict(rope, factor=factor, original_max_position_embeddings=256)
+        config = config_of("llama", max_position_embeddings=512, rope_parameters=long)
+        assert kind != "yarn" or sequoia.context_of(config) == expected
     # With one rope for each kind of layer the shortest one counts.
     kinds = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
     gemma = dict(max_position_embeddings=most, rope_parameters=kinds, layer_types=[*kinds])
