@@ -1954,6 +1954,17 @@ def test_a_pass_that_depends_on_its_tokens_is_not_traced():
     assert not is_traced(pair[0])
     assert is_traced(sequoia.pack(make_pair("llama")[0]))
 
+@quick
+@needs_packing
+@torch.no_grad()
+def test_a_packed_layer_keeps_its_bias():
+    for bias in (True, False):
+        layer = torch.nn.Linear(32, 48, bias).bfloat16()
+        x = torch.randn(1, 5, 32, generator=seeded(0)).bfloat16()
+        expected = layer(x)
+        sequoia.pack_linear(layer)
+        torch.testing.assert_close(layer(x), expected, atol=0.02, rtol=0.02)
+
 def test_where_torch_cannot_pack_weights_a_model_is_only_traced(monkeypatch):
     monkeypatch.setattr(sequoia, "PACKS", False)
     model = sequoia.pack(make_pair("llama")[0].bfloat16())
