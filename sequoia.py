@@ -764,7 +764,7 @@ FIRST_SHAPE = 8, 4
 # a decent draft, and counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
-# By the times of how many steps, the last ones, a trial's tree is compared with others.
+# A trial's tree is compared with others by the times of its last steps, of so many.
 TIMINGS = 4
 # Trials start when the steps done, in all texts, plus the tokens that this text can still get reach this. In
 # less text a plan could not win back what they cost.
@@ -784,10 +784,10 @@ def plan(rates, sizes, t, c):
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
-        last = tokens_per_second.argmax()
-        if tokens_per_second[last] > best:
-            best = tokens_per_second[last]
-            size = last + 1
+        fastest = tokens_per_second.argmax()
+        if tokens_per_second[fastest] > best:
+            best = tokens_per_second[fastest]
+            size = n[fastest]
             levels = depth
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
@@ -942,6 +942,7 @@ def verify_by_matching(P, log_Q, tokens, u):
     return first_accepted(accepted), P
 
 def own_token(propose, scores, rand):
+    """A one-hot P: 1 for the token that the target itself chooses, by one of the ways to propose children."""
     token = propose(scores, 1, rand)
     return (torch.arange(scores.shape[1], device=scores.device) == token).to(scores)
 
@@ -1361,7 +1362,7 @@ OPTIONS = {
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
     "seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
-                  "auto the tree, and so the text, depends on the clock", 0, 2**63 - 1),
+                "auto the tree, and so the text, depends on the clock", 0, 2**63 - 1),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
