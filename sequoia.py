@@ -668,8 +668,10 @@ class TreeStep(Layout):
         scores_of = partial(sampling.node_scores, tree=self.tree, tokens=tokens, text=text)
 
         # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
+        # So does any step on a GPU, where attention over a new number of slots has to be set up first.
+        reads_all = self.static or text.is_cuda
         capacity = self.models[0].store.shape[2]
-        place = self.place(self.base, capacity if self.static else len(text) - 1 + self.tree.size)
+        place = self.place(self.base, capacity if reads_all else len(text) - 1 + self.tree.size)
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
         vocabulary = self.models[0].vocabulary
         log_Q = torch.zeros(self.tree.size, vocabulary, device=text.device)     # a leaf's mean nothing
@@ -709,15 +711,22 @@ class TreeStep(Layout):
 
     def capture(self, text, sampling):
         try:
-            graph = torch.cuda.CUDAGraph()
-            if self.generator:
-                graph.register_generator_state(self.generator)
-            with torch.cuda.device(text.device), torch.cuda.graph(graph):
-                self.result = self.on_device(text, sampling)
-            self.graph = graph
+            self.graph, self.result = self.captured(partial(self.on_device, text, sampling))
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
+            # An operator that the host waits for breaks a capture off, and torch's generators then take it
+            # for a running one, and draw no more. The end of another capture sets them right.
+            with contextlib.suppress(RuntimeError):
+                self.captured(self.base.clone)
+
+    def captured(self, work):
+        graph = torch.cuda.CUDAGraph()
+        if self.generator:
+            graph.register_generator_state(self.generator)
+        # The outer one returns to the device and the stream of now, also from a capture that is broken off.
+        with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
+            return graph, work()
 
 def walk(layout, try_children):
     """Step 3 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
@@ -858,13 +867,12 @@ class Planner:
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise and a GPU's first calls only add to a time, so a low quantile comes closest to the time
-        # without them.
-        typical = {tree: np.quantile(self.seconds[tree], 0.1) for tree in self.trials}
+        # Noise and a GPU's first calls only add to a time, so the least comes closest to the time without.
+        least = {tree: min(self.seconds[tree]) for tree in self.trials}
         # The first and the third have the same size, so their times differ by draft passes alone.
         branched, _, straight, *_ = self.trials
-        c = max(0.0, (typical[straight] - typical[branched]) / (straight.depth - branched.depth))
-        t = {tree.size: typical[tree] - (tree.depth - 1) * c for tree in self.trials}
+        c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
+        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         # More nodes do not take less time.
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c
@@ -1074,7 +1082,7 @@ class Decoder:
         self.cuda_graph = cuda_graph and can_capture
         # The last few TreeSteps are kept, because they may hold graphs. Capacity and settings are only a part
         # of the key: a graph is good for no others.
-        self.kept_step = lru_cache(8)(
+        self.kept_step = lru_cache(16)(
             lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
         self.report = None
@@ -1153,17 +1161,17 @@ class Decoder:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
                                  f"longrope its original length, because beyond it all earlier keys would be "
                                  f"rotated again): lower max_new_tokens")
-            tree = planner.next_tree(left)
-            if len(text) + tree.depth > self.draft.context + 1:
+            is_static = self.cuda_graph and not sampling.reads_text
+            # To capture a trial's tree takes as long as several steps, so it pays in longer texts only.
+            tree = planner.next_tree(left // 4 if is_static else left)
+            if len(text) + tree.depth > 1 + min(self.target.context, self.draft.context):
                 tree = NO_TREE
             find_step = self.kept_step
-            is_static = self.cuda_graph and not sampling.reads_text
-            if tree.depth > left:
-                # A step adds at most one token per level, so the levels behind the end are cut. Such a tree
-                # comes seldom, so it must not push out a kept one.
+            if tree.depth > left and not is_static:
+                # A step adds at most one token per level, so the levels behind the end are cut. (A whole tree
+                # that has a graph is faster.) Such a tree comes seldom, so it must not push out a kept one.
                 tree = Tree(tree[: tree.depths.index(left)])
                 find_step = find_step.__wrapped__
-                is_static = False
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             if tree.depth > 1 and step.tree.depth == 1:
                 # Its vocabulary may be padded to a shorter length than the target's.

@@ -772,7 +772,7 @@ def form_of(name):
     """Steps as on a CPU; as a GPU would capture them, but called again; or captured."""
     capture = TreeStep.capture if name == "captured" else lambda *arguments: None
     with mock.patch.multiple(torch.cuda, CUDAGraph=EmulatedGraph, graph=EmulatedGraph.capture,
-                             device=lambda device: contextlib.nullcontext()):
+                             current_stream=mock.Mock(), stream=contextlib.nullcontext):
         with mock.patch.object(TreeStep, "capture", capture):
             yield
 
@@ -1358,6 +1358,18 @@ def test_auto_with_all_its_trials_writes_generates_text(llama):
         # The draft is the target, so every guess is right as long as its cache is.
         assert len(step.tokens) == step.tree.depth
 
+@quick
+def test_where_steps_are_captured_trials_come_only_in_longer_texts(llama):
+    """Because each of a trial's trees is captured, which takes as long as several steps."""
+    for form, are_trials in (("host", True), ("static", False)):
+        steps = []
+        with FORMS[form]():
+            decoder = Decoder(*llama, on_step=steps.append)
+            assert_as_generate(decoder, prompt_of(8), max_new_tokens=80)
+        trees = {step.tree for step in steps[1:] if step.tree.size == 8 or step.tree == NO_TREE}
+        assert (NO_TREE in trees) == are_trials
+        assert len(trees) == 1 + 2 * are_trials
+
 def test_a_drafts_vocabulary_context_and_mode_do_not_change_the_text(llama):
     """One padded to another length, one whose context ends early, one whose dropout only costs speed."""
     target, draft = make_pair("llama")
@@ -1798,6 +1810,36 @@ def test_a_capture_that_fails_is_one_warning_and_the_text_goes_on(llama):
             assert_as_generate(decoder, prompt_of(12), max_new_tokens=14)
     assert len(caught) == 1
 
+@needs_cuda
+@pytest.mark.parametrize("generator", [None, seeded(0, "cuda" if torch.cuda.is_available() else "cpu")])
+def test_after_a_capture_that_cuda_broke_off_numbers_are_drawn_and_graphs_captured(generator):
+    target, draft = (model.cuda() for model in make_pair("llama"))
+    norm = target.model.norm
+    waits = mock.Mock(side_effect=lambda x: type(norm).forward(norm, x) if x.sum().item() else None)
+    for forward in (waits, partial(type(norm).forward, norm)):
+        norm.forward = forward
+        decoder = Decoder(target, draft, (9, 4), generator=generator)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_as_generate(decoder, prompt_of(12).cuda(), max_new_tokens=14)
+            decoder.generate(prompt_of(12).cuda(), do_sample=True, max_new_tokens=14)
+        said = [str(one.message) for one in caught if "without a CUDA graph" in str(one.message)]
+        assert len(said) == 2 * (forward is waits)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert 0 <= torch.rand(1, generator=generator, device="cuda") < 1
+
+@quick
+def test_a_tree_with_a_graph_is_not_cut_but_no_node_stands_behind_a_contexts_end():
+    """Another tree's step, without a graph, would take longer than one that goes beyond the text's end."""
+    target, draft = make_pair("gpt2")[0], make_pair("llama")[0]
+    for length, draft, last in ((20, target, chain(6)), (246, target, NO_TREE), (246, draft, NO_TREE)):
+        steps = []
+        with static_steps():
+            decoder = Decoder(target, draft, chain(6), on_step=steps.append)
+            assert_as_generate(decoder, prompt_of(length), max_new_tokens=11)
+        assert steps[1].tree == chain(6)
+        assert steps[-1].tree == last
+
 def test_a_kept_decoder_keeps_its_graph_over_texts(llama):
     """Because a capture takes longer than many steps. Trees that are cut at a text's end change nothing."""
     with static_steps() as captured:
@@ -1870,7 +1912,8 @@ def both_texts(target, draft):
     """A greedy and a sampled text."""
     texts = []
     for do_sample in (False, True):
-        decoder = Decoder(target, draft, (9, 4), generator=seeded(0, target.device))
+        # An offloaded model has no graph, and a tree with one is not cut, so it draws more random numbers.
+        decoder = Decoder(target, draft, (9, 4), generator=seeded(0, target.device), cuda_graph=False)
         prompt = prompt_of(30).to(target.device)
         texts.append(decoder.generate(prompt, do_sample=do_sample, max_new_tokens=20).tolist())
     return texts
