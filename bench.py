@@ -346,9 +346,10 @@ class Theirs:
         return time.perf_counter() - start, new_tokens, len(passes)
 
 def interleave(contenders, prompts, args, label):
-    """Every contender on every prompt, in turns, with the prompt's seed, after a short run, by name."""
+    """Every contender on every prompt, in turns, with the prompt's seed, after a first text, by name."""
     for contender in contenders.values():
-        contender(prompts[0], contender.warm_up)
+        # At least a whole text, because a GPU sets up each size and length when it meets it first.
+        contender(prompts[0], max(contender.warm_up, args.new_tokens))
     names = list(contenders)
     runs = {name: [] for name in names}
     for i, prompt in enumerate(tqdm(prompts, label, disable=None)):

@@ -635,7 +635,7 @@ class TreeStep(Layout):
     def __init__(self, tree, models, generator=None, static=False):
         device = models[0].store.device
         super().__init__(tree, device)
-        self.models = models if tree.depth > 1 else models[:1]          # without a tree nothing is drafted
+        self.models = models
         self.generator = generator
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
@@ -773,7 +773,7 @@ FIRST_SHAPE = 8, 4
 # a decent draft, and counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
-# A trial's tree is compared with others by the times of its last steps, of so many.
+# Trees are compared by the times of their last steps, of so many.
 TIMINGS = 4
 # Trials start when the steps done, in all texts, plus the tokens that this text can still get reach this. In
 # less text a plan could not win back what they cost.
@@ -810,9 +810,9 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or between two of them, where t(n) is only interpolated and may bend. Less than a sixth is not worth it.
+    # Or between two of them, where t(n) is only interpolated and may bend. Less than a fifth is not worth it.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
-    return middle if middle > planned + max(1, planned // 6) else None
+    return middle if middle > 1.2 * planned else None
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
@@ -823,7 +823,7 @@ class Planner:
         # How often a node's first, second, ... child was tried, and accepted.
         self.tried = collections.Counter()
         self.accepted = collections.Counter()
-        # For each trial the seconds of the last steps with its tree.
+        # For each tree the seconds of its last steps.
         self.seconds = collections.defaultdict(partial(collections.deque, maxlen=TIMINGS))
         self.steps = 0
         # The tree, and until how many steps it is kept.
@@ -877,7 +877,7 @@ class Planner:
         # More nodes do not take less time.
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c
 
-    def learn(self, step, is_timed=True):
+    def learn(self, step):
         """Learns from a step which of the children that were tried were accepted, and how long it took."""
         self.steps += 1
         for node in (0, *step.path):
@@ -889,8 +889,7 @@ class Planner:
                 if child in step.path:
                     self.accepted[rank] += 1
                     break
-        if is_timed and step.tree in self.trials:
-            self.seconds[step.tree].append(step.seconds)
+        self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
@@ -1068,7 +1067,6 @@ class Decoder:
         self.on_step = on_step
         # For each way of sampling: children are then accepted more or less often.
         self.planners = collections.defaultdict(partial(Planner, shape))
-        Planner(shape)                           # so that a shape that has no tree is refused now
         self.target = CachedModel(target)
         # Without a tree the target may stand in, because nothing is drafted.
         self.draft = CachedModel(draft or target)
@@ -1130,9 +1128,9 @@ class Decoder:
                 break
         if streamer:
             streamer.end()
-        seconds = time.perf_counter() - begun
         # The planner counts all steps but the prompt's pass.
         steps = 1 + planner.steps - steps_before
+        seconds = time.perf_counter() - begun
         self.report = Report(ids.shape[1] - input_ids.shape[1], steps, seconds, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
@@ -1166,20 +1164,18 @@ class Decoder:
             tree = planner.next_tree(left // 4 if is_static else left)
             if len(text) + tree.depth > 1 + min(self.target.context, self.draft.context):
                 tree = NO_TREE
-            find_step = self.kept_step
             if tree.depth > left and not is_static:
-                # A step adds at most one token per level, so the levels behind the end are cut. (A whole tree
-                # that has a graph is faster.) Such a tree comes seldom, so it must not push out a kept one.
+                # A step adds at most one token per level, so the levels behind the end are cut. (With a graph
+                # the whole tree is faster.)
                 tree = Tree(tree[: tree.depths.index(left)])
-                find_step = find_step.__wrapped__
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             if tree.depth > 1 and step.tree.depth == 1:
                 # Its vocabulary may be padded to a shorter length than the target's.
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            step = find_step(tree, is_static, capacity, sampling.settings)(text, sampling)
-            planner.learn(step, is_timed=find_step is self.kept_step)
+            step = self.kept_step(tree, is_static, capacity, sampling.settings)(text, sampling)
+            planner.learn(step)
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1269,9 +1265,6 @@ def pack_linear(layer):
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
 
-def relative_error(found, expected):
-    return (found - expected).norm() / expected.norm()
-
 @torch.no_grad()
 def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, if they are
@@ -1307,7 +1300,7 @@ def pack(model):
             pack_linear(layer)
     packed = outputs(cached.forward)
     rounding = torch.finfo(model.dtype).eps
-    if not relative_error(packed, before) < rounding**0.5:
+    if not torch.dist(packed, before) < rounding**0.5 * before.norm():
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     # of Python in that run, such as a mixture's experts, is then final. So it is used only if it gives the
@@ -1320,7 +1313,7 @@ def pack(model):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         # Otherwise TorchScript would optimise it again for every new shape.
         run = torch.jit.optimized_execution(False)(trace.forward)
-        if relative_error(outputs(run), packed) < rounding:
+        if torch.dist(outputs(run), packed) < rounding * packed.norm():
             model._sequoia_pass = run
     return model
 

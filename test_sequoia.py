@@ -1424,19 +1424,6 @@ def test_a_text_is_never_longer_than_asked_for_and_trees_are_cut_at_its_end(llam
         assert text.shape == (1, 10 + count)
 
 @quick
-def test_a_tree_that_is_cut_at_the_texts_end_is_not_timed(llama):
-    """It may be another trial's tree, as none, but was not captured like that one."""
-    learnt = []
-    note = lambda planner, step, is_timed: learnt.append((step.tree, is_timed))
-    with mock.patch.object(Planner, "learn", note):
-        Decoder(llama[0], llama[0], chain(6)).generate(prompt_of(10), do_sample=False, max_new_tokens=12)
-    assert learnt == [(chain(6), True), (chain(3), False)]
-    planner = Planner("auto")
-    planner.learn(Step(NO_TREE, [0], [], 0, 1.0), is_timed=False)
-    planner.learn(Step(chain(2), [0] * 3, [], 0, 1.0))
-    assert not any(planner.seconds.values())
-
-@quick
 def test_criteria_are_asked_after_every_token_and_end_the_text_there(llama):
     asked = []
 
