@@ -724,7 +724,7 @@ class TreeStep(Layout):
         graph = torch.cuda.CUDAGraph()
         if self.generator:
             graph.register_generator_state(self.generator)
-        # The outer one returns to the device and the stream of now, also from a capture that is broken off.
+        # The outer one brings back device and stream, which a capture that is broken off leaves changed.
         with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
             return graph, work()
 
