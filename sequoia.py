@@ -810,9 +810,9 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or between two of them, where t(n) is only interpolated and may bend. Less than a fifth is not worth it.
+    # Or between two of them, unless they are close, because t(n) is only interpolated there and may bend.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
-    return middle if middle > 1.2 * planned else None
+    return middle if middle > max(4, 1.2 * planned) else None
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
@@ -843,8 +843,9 @@ class Planner:
             for tree in self.trials:
                 if len(self.seconds[tree]) < TIMINGS:
                     # A tree that is cut at the text's end tells nothing about the whole one.
-                    is_worth_it = self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left
-                    return tree if is_worth_it else self.tree
+                    if self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left:
+                        return tree
+                    return self.tree
             self.plan_again()
         return self.tree
 
@@ -1115,7 +1116,7 @@ class Decoder:
         planner = self.planners[sampling.settings]
         max_length = stopping_criteria.max_length or sys.maxsize
         steps_before = planner.steps
-        ids = input_ids.to(model.device).long()
+        ids = input_ids.long()
         for token in self.tokens_after(ids[0], sampling, planner, max_length):
             if token == NONE:
                 raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
