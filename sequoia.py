@@ -21,8 +21,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each can be read with those before it alone. What must still hold after
-you change a section, as test_sequoia.py checks:
+Sections 1 to 7 are the method, and each builds on those before it. What must still hold after you change a
+section, as test_sequoia.py checks:
 
     2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
     4            no other tree of that size and depth has more expected tokens
@@ -49,7 +49,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "chain", "expected_tokens",
@@ -124,10 +124,12 @@ def k_ary(k, depth):
 # A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
 # constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf          # impossible: never proposed, never drawn
-# What only the draft rules out is merely lowered, because the target may want it:
-FAR_BELOW = 100                 # by this much, if top-k, top-p or min-p cuts it
-UNLIKELY = -1000                # to this score, if its probability is 0
-# The score of a rejected token. It is below all others, but finite: of a row of -inf there is no softmax.
+# A draft's token that its model gives probability 0 gets the score UNLIKELY, and one that top-k, top-p or
+# min-p would cut is lowered by FAR_BELOW. Neither is ruled out, because the target may want it.
+UNLIKELY = -1000
+FAR_BELOW = 100
+# The score of a rejected token: below those of all possible ones, but finite, because a row of -inf alone has
+# no softmax.
 TRIED = -1e30
 
 def uniform(rows, n, generator=None, device=None):
@@ -216,9 +218,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and those more than 700 below the highest must be equal, because
-    in float64 all of them have probability 0 and are tried in any order. No node may have more children than
-    there are tokens.
+    must be finite (see `never_ruled_out`). In float64 those more than 700 below the highest have probability
+    0, and then Algorithm 2 takes them as equally likely, so they must be equal. No node may have more
+    children than there are tokens.
     say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
@@ -228,7 +230,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     for node, children in enumerate(tree.children):
         if children:
             log_Q[node] = draft(texts[node]).double()
-            # A level's nodes can share noise, because only one is reached, and levels above settle which.
+            # The nodes of a level can share noise, because only one of them is reached, and which one is
+            # decided by other random numbers, those of the levels above.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
             proposed = most_likely(log_Q[node] + noise[-1], len(children))
@@ -328,8 +331,8 @@ def propose_different(log_Q, k, rand):
     return most_likely(log_Q + gumbel_noise(rand(*log_Q.shape)), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
-    """Algorithm 2 in rows: `verify_one_node`, but R is not normalised, and where no child is accepted the
-    rank is k. Returns the ranks, (rows,), and weights, (rows, V), from which a row of rank k draws its token.
+    """Algorithm 2 in rows: `verify_one_node`, but where no child is accepted the rank is k. Returns ranks,
+    (rows,), and weights, (rows, V), from which a row of rank k draws its token.
 
     replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
@@ -337,17 +340,16 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # The softmax normalises D. R keeps its sum S. Multiplying D by S, too, leaves the ratio right, and
-        # the residual up to a factor. A missing child has D = 0. (That it marks token 0 below does no harm,
-        # because only other missing ones follow.)
-        D = log_Q.softmax(dim=1) * (R.sum(dim=1, keepdim=True) * exists)
+        # A missing child takes nothing from R. (That it marks token 0 below does no harm, because only other
+        # missing ones follow.)
+        D = log_Q.softmax(dim=1) * exists
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
             break                               # one row, as in `walk` (never in a graph), needs no more
-        R = (R - D).clamp(min=0)
+        R = normalize((R - D).clamp(min=0), p=1)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    # If rounding has left nothing of R, this is P. Otherwise 1e-20 of P is lost in rounding.
+    # This is R, or P if rounding has left nothing of R.
     return first_accepted(accepted), torch.add(R, P, alpha=1e-20)
 
 def first_accepted(accepted):
@@ -361,7 +363,7 @@ class Method(NamedTuple):
     """How children are proposed and verified. Section 8 has others than Sequoia's."""
     propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable             # P, log_Q, tokens, u -> ranks and weights
-    target_P: Callable           # the target's scores, rand -> P
+    target_P: Callable           # the target's scores, rand -> P, or its own token as a one-hot P
     shares_noise: bool = False   # gumbel alone: both models' scores get the same noise
 
 SEQUOIA = Method(propose_different, verify_nodes, distribution)
@@ -439,10 +441,10 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# *Previous* is the token before the root. The draft is never fed a leaf, because a leaf proposes nothing. So
-# if the last accepted node was a leaf, the draft's cache lacks its entry, and now it is previous. Therefore
-# the first pass of every step feeds the draft previous and the root; at worst that writes the same entry
-# twice.
+# The first draft pass of every step feeds two tokens, the root and *previous*, the one before it. Why? A leaf
+# proposes nothing, so the draft is never fed one. If a step's last accepted node was a leaf, the draft's
+# cache lacks its entry, and in the next step that node is previous. (Otherwise the same entry is written
+# again.)
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
@@ -457,7 +459,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes with children on the level above
             fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
-            children     [[1, 2]]   [[3]]    of each parent, padded with NONE"""
+            proposed     [[1, 2]]   [[3]]    the children of each parent, padded with NONE"""
 
     def __init__(self, tree, device):
         ids = partial(torch.tensor, device=device)
@@ -477,8 +479,8 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [node for node in range(size) if tree.depths[node] == level and tree.children[node]]
-            children = padded([tree.children[node] for node in parents])
-            self.passes.append((ids(parents), ids(parents if level else [size, 0]), children))
+            proposed = padded([tree.children[node] for node in parents])
+            self.passes.append((ids(parents), ids(parents if level else [size, 0]), proposed))
 
     def place(self, base, visible):
         """Places the tree with its root in slot `base`, a number or (1,). Its passes read the first `visible`
@@ -495,39 +497,6 @@ class Layout:
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])
         return slots, positions, self.mask[:, columns], read_positions
 
-def context_of(config):
-    """The most tokens that a model can be fed."""
-    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    given = getattr(config, "rope_parameters", None) or {}
-    # One dictionary for all layers, or one of them for each kind of layer.
-    for rope in (given, *given.values()):
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind == "longrope":
-            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
-            return rope["original_max_position_embeddings"]
-        if kind in ("linear", "yarn"):
-            original = rope.get("original_max_position_embeddings") or trained
-            context = max(context, int(rope["factor"] * original))
-    return context
-
-def check_fit(model):
-    """Raises ValueError for a model that cannot be fed trees. (`probe` in section 9 finds out more.)"""
-    name = type(model).__name__
-    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
-                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
-                         f"or a pipeline's model")
-    config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    reasons = {
-        "it has an encoder": model.config.is_encoder_decoder,
-        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
-        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
-        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"{name} cannot verify a tree: {reason}")
-
 class CachedModel:
     """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
 
@@ -535,7 +504,7 @@ class CachedModel:
     one operation can move them all, (2 * layers, most heads, capacity, largest width)."""
 
     def __init__(self, model):
-        check_fit(model)
+        check_fit(model)                         # see section 9
         self.model = model
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
@@ -675,13 +644,13 @@ class TreeStep(Layout):
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
         vocabulary = self.models[0].vocabulary
         log_Q = torch.zeros(self.tree.size, vocabulary, device=text.device)     # a leaf's mean nothing
-        for parents, fed, children in self.passes:
+        for parents, fed, proposed in self.passes:
             logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
-            guesses = scores_of(logits, is_draft=True, nodes=parents)
-            log_Q.index_copy_(0, parents, guesses)
+            scores = scores_of(logits, is_draft=True, nodes=parents)
+            log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`. What is proposed for the
-            # padding of children goes to the last place, which is then NONE again.
-            tokens[children] = method.propose(guesses, children.shape[1], lambda rows, n: self.rand(1, n))
+            # padding goes to the last place, which is then NONE again.
+            tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
             tokens[-1].fill_(NONE)
         # 3. The target scores it, in one pass.
         logits = self.models[0].logits(tokens, self.nodes, place)                       # (size, V)
@@ -711,16 +680,16 @@ class TreeStep(Layout):
 
     def capture(self, text, sampling):
         try:
-            self.graph, self.result = self.captured(partial(self.on_device, text, sampling))
+            self.graph, self.result = self.record(partial(self.on_device, text, sampling))
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # An operator that the host waits for breaks a capture off, and torch's generators then take it
-            # for a running one, and draw no more. The end of another capture sets them right.
+            # An operator that the host waits for breaks the capture off. Then torch's generators stay in
+            # capture mode, in which they draw nothing, until a capture ends well.
             with contextlib.suppress(RuntimeError):
-                self.captured(self.base.clone)
+                self.record(self.base.clone)
 
-    def captured(self, work):
+    def record(self, work):
         graph = torch.cuda.CUDAGraph()
         if self.generator:
             graph.register_generator_state(self.generator)
@@ -746,8 +715,8 @@ def walk_without_branches(layout, try_children):
     without an accepted child is followed by itself. If in the tree above node 1 is accepted and then nothing,
     following is [1, 1, 2, 3], and the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.width)
-    # An accepted child's number is larger than its parent's. If none is accepted, the NONE behind them is
-    # gathered, which is smaller.
+    # An accepted child's number is larger than its parent's. If none is accepted, the rank is k, and what is
+    # gathered is the NONE behind the children, so that the node itself is the larger one.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)
     path = [layout.nodes[:1]]
     for _ in layout.passes:
@@ -764,7 +733,7 @@ def widened(logits, vocabulary):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-# The most nodes and levels that `plan` considers.
+# The most nodes of a tree, and the most levels of a planned one.
 MAX_NODES = 1024
 MAX_LEVELS = 24
 # The first tree of "auto" has these nodes and levels.
@@ -775,8 +744,8 @@ PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
 # Trees are compared by the times of their last steps, of so many.
 TIMINGS = 4
-# Trials start when the steps done, in all texts, plus the tokens that this text can still get reach this. In
-# less text a plan could not win back what they cost.
+# There are no trials before this many steps, where each token that the text can still get counts as a step,
+# too: in less text a plan could not win back what they cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -838,15 +807,14 @@ class Planner:
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        # Each round returns a trial, or plans, which adds a trial of a new size or sets keep_until.
         while self.steps >= self.keep_until:
-            for tree in self.trials:
-                if len(self.seconds[tree]) < TIMINGS:
-                    # A tree that is cut at the text's end tells nothing about the whole one.
-                    if self.steps + tokens_left >= WORTH_TRIALS and tree.depth <= tokens_left:
-                        return tree
+            trial = next((tree for tree in self.trials if len(self.seconds[tree]) < TIMINGS), None)
+            if trial:
+                # A tree that is cut at the text's end tells nothing about the whole one.
+                if self.steps + tokens_left < WORTH_TRIALS or trial.depth > tokens_left:
                     return self.tree
-            self.plan_again()
+                return trial
+            self.plan_again()                    # which adds a trial, or sets keep_until
         return self.tree
 
     def plan_again(self):
@@ -898,8 +866,8 @@ class Planner:
         rates = []
         chance_if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
-            # A child is hardly accepted more often than its elder, whose chance this still is, so the guess
-            # must not say so, either.
+            # Before its update, chance_if_tried is that of the elder sibling. A child is hardly accepted more
+            # often than that, so the guess must not say so.
             guess = min(guess, chance_if_tried)
             accepted = self.accepted[rank] + PRIOR_TRIES * guess
             chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
@@ -942,8 +910,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
     accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
     return first_accepted(accepted), torch.add((P - rho * Q).clamp(min=0), P, alpha=1e-20)
 
-# With naive, topk and gumbel the target draws its own token before it sees a child. P is 1 there and 0
-# elsewhere, and the child that is this token is accepted, which is lossless however children were chosen.
+# With naive, topk and gumbel the target draws its own token before it sees a child. P is one-hot: 1 for this
+# token. The child that is this token is accepted, which is lossless however children were chosen.
 def verify_by_matching(P, log_Q, tokens, u):
     # Where no child is that token, P gives it.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
@@ -1079,8 +1047,8 @@ class Decoder:
         # An offloaded model's pass needs the host.
         can_capture = target.device.type == "cuda" and not hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and can_capture
-        # The last few TreeSteps are kept, because they may hold graphs. Capacity and settings are only a part
-        # of the key: a graph is good for no others.
+        # The last few TreeSteps are kept, because they may hold graphs. A graph is only good for the capacity
+        # and the settings it was captured with, so they are in the key, though nothing else needs them.
         self.kept_step = lru_cache(16)(
             lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
@@ -1191,7 +1159,39 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# More is refused: models by their numbers, by `probe`, and calls, by `check_call`.
+def context_of(config):
+    """The most tokens that a model can be fed."""
+    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    given = getattr(config, "rope_parameters", None) or {}
+    # One dictionary for all layers, or one of them for each kind of layer.
+    for rope in (given, *given.values()):
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "longrope":
+            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
+            return rope["original_max_position_embeddings"]
+        if kind in ("linear", "yarn"):
+            original = rope.get("original_max_position_embeddings") or trained
+            context = max(context, int(rope["factor"] * original))
+    return context
+
+def check_fit(model):
+    """Raises ValueError for a model that cannot be fed trees, as far as its configuration tells."""
+    name = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
+                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
+                         f"or a pipeline's model")
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    reasons = {
+        "it has an encoder": model.config.is_encoder_decoder,
+        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
+        "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
+        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{name} cannot verify a tree: {reason}")
+
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
 
 def probe(target, text, logits):
@@ -1206,12 +1206,12 @@ def probe(target, text, logits):
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
     place = layout.place(len(text) - count, len(text) + count - 1)
-    slots = target.store[:, :, len(text) - count : len(text) + count]
-    kept = slots.clone()
-    # The nodes' tokens are a, b, b, c, c, and the second twins are read below.
+    entries = target.store[:, :, len(text) - count : len(text) + count]
+    kept = entries.clone()
+    # The nodes' tokens are a, b, b, c, c. Below nodes 0, 2 and 4 are read: a, and the second twins.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     # The prompt's entries return, because those of another pass are rounded in another way.
-    slots.copy_(kept)
+    entries.copy_(kept)
     P = logits.float().softmax(dim=1)
     P_again = again[::2].float().softmax(dim=1)
     differences = (P_again - P).std(dim=1) / P.std(dim=1)
@@ -1434,8 +1434,8 @@ def explained_tokens(decoder, word, text, sampling, planner, max_length):
         logits = widened(model.prefill(text), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
         if sampling.method.target_P is likeliest_token:
-            # Greedy decoding is the limit of low temperatures. The draft may have any, and needs one at which
-            # its second choices are not all alike.
+            # Greedy decoding is the limit of low temperatures. The draft may have any temperature, and as low
+            # as the target's all its second choices would have probability 0.
             shaped = shaped / (0.03 if is_draft else 1e-6)
         # What `step_plainly` asks of a draft.
         return shaped.clamp(min=shaped.max() - 700)
