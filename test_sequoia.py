@@ -1206,6 +1206,9 @@ def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_tw
     assert sequoia.size_to_try(1024, [1, 512, 1024]) is None
     assert sequoia.size_to_try(7, [1, 8, 16]) is None
     assert sequoia.size_to_try(12, [1, 12, 40]) == 26
+    # Where not even eight nodes pay, none is tried.
+    assert sequoia.size_to_try(1, [1, 8]) is None
+    assert sequoia.size_to_try(1, [1, 20]) == 10
 
 @quick
 def test_a_slow_first_time_is_forgotten_before_the_next_plan():
