@@ -1159,8 +1159,8 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# What is refused: models by their configuration, in `check_fit`, and by their numbers, in `probe`; texts longer
-# than `context_of` a model; and calls, in `check_call`.
+# What is refused: models by their configuration, in `check_fit`, and by their numbers, in `probe`; texts
+# longer than `context_of` a model; and calls, in `check_call`.
 def context_of(config):
     """The most tokens that a model can be fed."""
     context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
