@@ -742,7 +742,7 @@ FIRST_SHAPE = 8, 4
 # a decent draft, and counts as much as PRIOR_TRIES tries.
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8
 PRIOR_TRIES = 4
-# Trees are compared by the times of their last steps, of so many.
+# Trees are compared by the least time of their last steps. Of so many the times are kept.
 TIMINGS = 4
 # There are no trials before this many steps, where each token that the text can still get counts as a step,
 # too: in less text a plan could not win back what they cost.
@@ -779,7 +779,7 @@ def size_to_try(planned, sizes):
     # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]
-    # Or between two of them, unless they are close, because t(n) is only interpolated there and may bend.
+    # Or between two of them, unless they are close, as 1 and 8, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
 

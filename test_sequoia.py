@@ -1831,7 +1831,7 @@ def test_a_tree_with_a_graph_is_not_cut_but_no_node_stands_behind_a_contexts_end
         assert steps[-1].tree == last
 
 def test_a_kept_decoder_keeps_its_graph_over_texts(llama):
-    """Because a capture takes longer than many steps. Trees that are cut at a text's end change nothing."""
+    """Because a capture takes longer than many steps."""
     with static_steps() as captured:
         decoder = Decoder(*llama, BUSHY_9)
         for length in (12, 40, 9):
