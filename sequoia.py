@@ -37,9 +37,10 @@ section, as test_sequoia.py checks:
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
-transformers 5.17, or later ones.
-MIT licence, copyright (c) 2026 the sequoia.py authors."""
-import argparse, collections, contextlib, sys, time, warnings
+transformers 5.17, or later ones. MIT licence, copyright (c) 2026 the sequoia.py authors."""
+import argparse, sys, time, warnings
+from collections import Counter, defaultdict, deque
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -56,8 +57,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, no child, no token. As an index -1 means the last element, so tensors that may be indexed by NONE
-# have a last element for it.
+# No parent, child or token. As an index -1 is the last element, so tensors indexed by NONE have one for it.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -73,13 +73,11 @@ class Tree(tuple):
             3
         2
 
-    size, depth: the numbers of nodes and of levels, the root's included. For each node: depths, its level,
-    which is 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
-    root down to it. mask, (size, size) bool: which nodes each node sees, namely those on its path. parents:
-    the plain tuple."""
+    size, depth: the numbers of nodes and of levels, with the root's. For each node: depths, its level, 0 for
+    the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the root to it.
+    mask, (size, size) bool: which nodes each node sees, those on its path."""
 
     def __init__(self, parents):
-        self.parents = tuple(self)
         if self[:1] != (NONE,):
             raise ValueError(f"a tree starts with its root, whose parent is -1; got {self[:8]}")
         self.size = len(self)
@@ -88,8 +86,7 @@ class Tree(tuple):
         self.paths = [[0]]
         self.children = [[] for _ in self]
         for node, parent in enumerate(self[1:], start=1):
-            # In level order parents never fall.
-            if not max(0, self[node - 1]) <= parent < node:
+            if not max(0, self[node - 1]) <= parent < node:         # in level order parents never fall
                 raise ValueError(f"not in level order: node {node} has the parent {parent}")
             self.mask[node] |= self.mask[parent]
             self.ranks.append(len(self.children[parent]))
@@ -121,16 +118,11 @@ def k_ary(k, depth):
     return Tree([NONE] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
 
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
-# A model's opinion of the next token travels through this file as scores, which are log-probabilities up to a
-# constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -torch.inf          # impossible: never proposed, never drawn
-# A draft's token that its model gives probability 0 gets the score UNLIKELY, and one that top-k, top-p or
-# min-p would cut is lowered by FAR_BELOW. Neither is ruled out, because the target may want it.
-UNLIKELY = -1000
-FAR_BELOW = 100
-# The score of a rejected token: below those of all possible ones, but finite, because a row of -inf alone has
-# no softmax.
-TRIED = -1e30
+# Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
+RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
+UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, because the target may want it
+FAR_BELOW = 100         # top-k, top-p and min-p lower a draft's token by this, for the same reason
+TRIED = -1e30           # a rejected token: below all possible ones; finite, as a row of -inf has no softmax
 
 def uniform(rows, n, generator=None, device=None):
     """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
@@ -143,32 +135,29 @@ def gumbel_noise(u):
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
     is drawn in the same way from the other tokens. The earliest times are the largest log p_i - log E_i. The
-    53 bits of u matter: a token of p = 1e-9 needs an E of about 1e-9, so a u that is 1e-9 below 1, but the
-    largest in float32 is 6e-8 below it."""
+    53 bits of u matter: p = 1e-9 needs an E of about 1e-9, but a float32 u ends 6e-8 below 1."""
     E = -u.log()
     return -E.float().log()
 
 def most_likely(scores, k):
-    """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k). Where fewer are possible
-    the row ends with NONE."""
+    """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k); then NONE if fewer are
+    possible."""
     # Among equal scores `max` takes the first, as the argmax of `generate` does. `topk` may take any of them.
     best = scores.max(dim=1, keepdim=True) if k == 1 else scores.topk(k)
     return torch.where(best.values > RULED_OUT, best.indices, NONE)
 
 def draw(weights, u):
     """Draws tokens independently, with replacement: weights, (rows, V), not negative, and uniform random
-    numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE.
-
-    The weights' running sums cut the line from 0 to their total into pieces. Token i owns all points x with
-    sums[i - 1] <= x < sums[i], so the random point u * total never goes to a token without weight."""
+    numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE. The weights' running sums cut the
+    line from 0 to their total into pieces: token i owns all points x with sums[i - 1] <= x < sums[i], so the
+    random point u * total never goes to a token without weight."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
 def never_ruled_out(log_Q):
-    """A draft's scores, (rows, V), with UNLIKELY in place of -inf. Tokens to which the draft gives
-    probability 0 are then proposed after the others, and all are equally likely (Algorithm 2, lines 12 to
-    15), because the target may want them. A draft that says NaN or inf is useless, but the text can go on."""
+    """A draft's scores, (rows, V), with UNLIKELY for -inf: tokens of probability 0 are proposed last, and are
+    equally likely (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
     return log_Q.nan_to_num(nan=UNLIKELY, posinf=-UNLIKELY, neginf=UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
@@ -220,8 +209,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
     must be finite (see `never_ruled_out`). In float64 those more than 700 below the highest have probability
     0, and then Algorithm 2 takes them as equally likely, so they must be equal. No node may have more
-    children than there are tokens.
-    say, word: see `verify_one_node`."""
+    children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -230,8 +218,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     for node, children in enumerate(tree.children):
         if children:
             log_Q[node] = draft(texts[node]).double()
-            # The nodes of a level can share noise, because only one of them is reached, and which one is
-            # decided by other random numbers, those of the levels above.
+            # A level's nodes can share noise, because other noise, of the levels above, chooses among them.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
             proposed = most_likely(log_Q[node] + noise[-1], len(children))
@@ -257,19 +244,17 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
 
 # --- 4  The best tree (paper 3.1, Algorithm 1) --------------------------------------------------------------
 def expected_tokens(tree, acceptance_rates):
-    """F(T), the tokens that a step with this tree adds on average (Proposition 3.4). acceptance_rates: see
-    `optimal_tree`.
+    """F(T), the tokens that a step adds on average (Proposition 3.4). acceptance_rates: see `optimal_tree`.
 
     A step adds one token for each accepted node and one of the target's own, which we count at the root. So
-    F(T) is the sum of the nodes' chances. We assume that a rate depends on the rank (and the level) alone
-    (Definition 3.1). Then a node's chance is the product of the rates on its path, because all of it must be
-    accepted. For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
+    F(T) is the sum of the nodes' chances. If a rate depends on the rank (and the level) alone (Definition
+    3.1), a chance is the product of the rates on its path. For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
 
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20"""
     rates = np.atleast_2d(acceptance_rates)
     chance = [1.0]
-    for parent, rank in zip(tree.parents[1:], tree.ranks[1:]):
+    for parent, rank in zip(tree[1:], tree.ranks[1:]):
         row = rates[min(tree.depths[parent], len(rates) - 1)]
         chance.append(chance[parent] * row[rank] if rank < len(row) else 0.0)
     return float(sum(chance))
@@ -292,10 +277,9 @@ def optimal_tree(acceptance_rates, size, depth=None):
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
-    # Where no child is left, and so below the last level, no node has a place.
     no_child = np.full(size, -np.inf)                                                       # (n,)
     no_child[0] = 0.0
-    below = no_child
+    below = no_child                                            # below the last level no node has a place
     shares = {}                                                 # by level and rank: the best m for each n
     for level in reversed(range(depth - 1)):
         row = rates[min(level, len(rates) - 1)]
@@ -326,22 +310,19 @@ def optimal_tree(acceptance_rates, size, depth=None):
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
 
 def propose_different(log_Q, k, rand):
-    """Draws k different children in each row. rand: from rows and n to random numbers, (rows, n), or (1, n)
-    if all rows share them."""
+    """Draws k different children in each row. rand(rows, n): random numbers, (rows, n), or shared, (1, n)."""
     return most_likely(log_Q + gumbel_noise(rand(*log_Q.shape)), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
     """Algorithm 2 in rows: `verify_one_node`, but where no child is accepted the rank is k. Returns ranks,
-    (rows,), and weights, (rows, V), from which a row of rank k draws its token.
-
-    replacement: whether a rejected token stays in the draft (SpecInfer, section 8)."""
+    (rows,), and weights, (rows, V), from which a row of rank k draws its token. replacement: whether a
+    rejected token stays in the draft (SpecInfer, section 8)."""
     R = P
     accepted = torch.zeros_like(tokens, dtype=torch.bool)
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # A missing child takes nothing from R. (That it marks token 0 below does no harm, because only other
-        # missing ones follow.)
+        # A missing child takes nothing from R. It marks token 0 as tried, but only missing ones follow.
         D = log_Q.softmax(dim=1) * exists
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -349,8 +330,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         R = normalize((R - D).clamp(min=0), p=1)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    # This is R, or P if rounding has left nothing of R.
-    return first_accepted(accepted), torch.add(R, P, alpha=1e-20)
+    return first_accepted(accepted), torch.add(R, P, alpha=1e-20)   # P where rounding has left nothing of R
 
 def first_accepted(accepted):
     """How many children are rejected before one is accepted: its rank, or k if there is none, (rows,)."""
@@ -360,28 +340,24 @@ def distribution(scores, rand):
     return scores.softmax(dim=1)
 
 class Method(NamedTuple):
-    """How children are proposed and verified. Section 8 has others than Sequoia's."""
+    """How children are proposed and verified: by Sequoia's functions above, or by others in section 8."""
     propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable             # P, log_Q, tokens, u -> ranks and weights
     target_P: Callable           # the target's scores, rand -> P, or its own token as a one-hot P
     shares_noise: bool = False   # gumbel alone: both models' scores get the same noise
-
-SEQUOIA = Method(propose_different, verify_nodes, distribution)
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. (Any draft
 # is lossless, if the scores that propose are those that verify.) But a token that one of these cuts from the
 # draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# These never look at the text. Any other processor might, so it is called node by node, each time with the
-# node's own text, which is slower and cannot be captured as a CUDA graph.
+# These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
-    length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows.
-
-    ends: the token that ends a text, several of them, or None."""
+    length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows. ends:
+    the token that ends a text, several of them, or None."""
 
     def __init__(self, method, processors, ends=None):
         self.method = method
@@ -441,10 +417,9 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# The first draft pass of every step feeds two tokens, the root and *previous*, the one before it. Why? A leaf
-# proposes nothing, so the draft is never fed one. If a step's last accepted node was a leaf, the draft's
-# cache lacks its entry, and in the next step that node is previous. (Otherwise the same entry is written
-# again.)
+# The first draft pass of a step feeds two tokens, the root and *previous*, the one before it. Why? A leaf
+# proposes nothing, so the draft is never fed one. If a step's last accepted node was a leaf, its entry is not
+# in the draft's cache, and in the next step that node is previous. (Otherwise it is written again.)
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
@@ -468,9 +443,8 @@ class Layout:
             return ids([*zip_longest(*rows, fillvalue=NONE)]).T
 
         self.tree = tree
-        size = tree.size
-        self.nodes = ids(range(size))
-        self.offsets = ids([[*range(size), -1], [*tree.depths, -1]])
+        self.nodes = ids(range(tree.size))
+        self.offsets = ids([[*range(tree.size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
@@ -478,14 +452,12 @@ class Layout:
         self.children = padded([[*children, NONE] for children in tree.children])
         self.passes = []
         for level in range(tree.depth - 1):
-            parents = [node for node in range(size) if tree.depths[node] == level and tree.children[node]]
+            parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
             proposed = padded([tree.children[node] for node in parents])
-            self.passes.append((ids(parents), ids(parents if level else [size, 0]), proposed))
+            self.passes.append((ids(parents), ids(parents if level else [tree.size, 0]), proposed))
 
     def place(self, base, visible):
-        """Places the tree with its root in slot `base`, a number or (1,). Its passes read the first `visible`
-        slots. Returns
-
+        """The tree's place with its root in slot `base`, a number or (1,), if passes read `visible` slots:
             slots, positions     (size + 1,)
             mask                 (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
             read_positions       (visible,): the positions of these slots"""
@@ -493,13 +465,11 @@ class Layout:
         read = torch.arange(visible, device=slots.device)
         # Column 0 of the mask is for all slots before base, 1 + i for node i, size + 1 for all behind.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
-        # A slot's number is its position, except in the tree.
-        read_positions = read.index_copy(0, slots[:-1], positions[:-1])
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere the slot
         return slots, positions, self.mask[:, columns], read_positions
 
 class CachedModel:
-    """A transformers model with a KV cache of its own. It is fed a text first, and then nodes of trees.
-
+    """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
     store: the first layer's keys, its values, the second layer's keys, and so on, padded to one shape so that
     one operation can move them all, (2 * layers, most heads, capacity, largest width)."""
 
@@ -508,16 +478,14 @@ class CachedModel:
         self.model = model
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
-        # A model whose layers are all alike may name no kind.
-        kinds = getattr(config, "layer_types", None) or ["every layer"]
+        kinds = getattr(config, "layer_types", None) or ["every layer"]     # as all layers may be alike
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0)
+        self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
 
     def reserve(self, tokens):
-        """Makes room for this many tokens, and keeps those that are there. (Before the first text the store
-        is empty and has only a capacity.) Returns the capacity."""
+        """Makes room for this many tokens, and keeps those that are there. Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         while tokens > self.store.shape[2]:
             self.store = pad(self.store, (0, 0, 0, max(256, self.store.shape[2])))
@@ -525,32 +493,25 @@ class CachedModel:
 
     def prefill(self, text, last=1):
         """Feeds a text, (length,), in an ordinary pass. The logits after its last tokens, (last, V)."""
-        # Made without the model's configuration it keeps all entries, also of layers with a window.
-        cache = transformers.DynamicCache()
-        # Not every model's code can leave out logits, so at the end they are cut off again.
+        cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
-        output = self.model(
-            input_ids=text[None],
-            # Some models number positions in their own way unless they are given.
-            position_ids=torch.arange(len(text), device=text.device)[None],
-            past_key_values=cache, **keep)
+        # Some models number positions in their own way unless they are given.
+        positions = torch.arange(len(text), device=text.device)[None]
+        output = self.model(input_ids=text[None], position_ids=positions, past_key_values=cache, **keep)
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
-        if not len(self.store):
-            # The first text shows how large entries are.
+        if not len(self.store):                         # the first text shows how large entries are
             heads, _, width = np.max([states.shape for states in layers], axis=0)
             self.store = layers[0].new_empty(len(layers), heads, capacity, width)
         # Clear what an earlier text left. A masked slot has weight 0, but 0 times NaN is NaN.
         self.store.zero_()
         for stored, states in zip(self.store, layers):
             stored[: states.shape[0], : len(text), : states.shape[2]] = states
-        return output.logits[0, -last:]
+        return output.logits[0, -last:]                 # because not every model can leave out the others
 
     def logits(self, tokens, nodes, place):
-        """One pass over some nodes, (nodes,), of a tree. tokens: those of all its nodes, and then previous.
-        Returns (nodes, V)."""
-        # `pack` in section 10 leaves a faster form of `forward` with the model.
-        run = getattr(self.model, "_sequoia_pass", self.forward)
+        """One pass over some nodes of a tree, (nodes,) -> (nodes, V). tokens: all nodes', then previous."""
+        run = getattr(self.model, "_sequoia_pass", self.forward)        # `pack` may leave a faster one
         return run(self.store, tokens, nodes, *place)
 
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
@@ -567,19 +528,15 @@ class CachedModel:
                 read.append(layer[:, :, : read_positions.shape[0]])
             return read
 
-        # As masks and positions are given, a model asks its cache for nothing but `update`.
         cache = transformers.Cache(layers=[])
-        cache.update = update
+        cache.update = update           # given masks and positions, a model asks its cache for nothing else
         mask = mask[nodes][None, None].to(store)                                # (1, 1, nodes, visible)
-        # A window counts positions.
         masks = {kind: mask.masked_fill(positions[nodes, None] - read_positions >= window, RULED_OUT)
                  if window else mask for kind, window in self.windows.items()}
-        return self.model(
-            # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
-            input_ids=tokens[nodes].clamp(0, self.vocabulary - 1)[None],
-            position_ids=positions[nodes][None],
-            attention_mask=masks.get("every layer", masks),
-            past_key_values=cache).logits[0]
+        # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
+        ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
+        return self.model(input_ids=ids, position_ids=positions[nodes][None], past_key_values=cache,
+                          attention_mask=masks.get("every layer", masks)).logits[0]
 
 class Step(NamedTuple):
     """What one step did."""
@@ -595,11 +552,9 @@ class Step(NamedTuple):
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 class TreeStep(Layout):
-    """The step with one tree: draft, score, verify, keep. Between calls only the models' caches matter, but a
-    captured graph keeps using the memory it was captured with, so larger caches need a new TreeStep.
-
-    models: the target and the draft. static: whether shapes are fixed and the host reads no value, so that
-    the second call can capture the step as a CUDA graph."""
+    """The step with one tree: draft, score, verify, keep. A captured graph keeps using the memory it was
+    captured with, so larger caches need a new TreeStep. models: the target and the draft. static: whether
+    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph."""
 
     def __init__(self, tree, models, generator=None, static=False):
         device = models[0].store.device
@@ -614,8 +569,7 @@ class TreeStep(Layout):
         self.graph = self.result = None
 
     def __call__(self, text, sampling):
-        """One step after a text, (length,), of two tokens or more. The target's cache holds all of them but
-        the last, and the draft's at least all but the last two."""
+        """One step after two or more tokens. The target's cache lacks the last one, the draft's up to two."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
@@ -635,7 +589,6 @@ class TreeStep(Layout):
         tokens = self.tokens
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=self.tree, tokens=tokens, text=text)
-
         # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
         # So does any step on a GPU, where attention over a new number of slots has to be set up first.
         reads_all = self.static or text.is_cuda
@@ -648,10 +601,9 @@ class TreeStep(Layout):
             logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            # The nodes of a level share a row of random numbers, see `step_plainly`. What is proposed for the
-            # padding goes to the last place, which is then NONE again.
+            # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
-            tokens[-1].fill_(NONE)
+            tokens[-1].fill_(NONE)                  # because it got what was proposed for the padding
         # 3. The target scores it, in one pass.
         logits = self.models[0].logits(tokens, self.nodes, place)                       # (size, V)
         # 4. Algorithm 2 walks down from the root.
@@ -669,8 +621,7 @@ class TreeStep(Layout):
         path, weights = chosen_walk(self, try_children)
         # 5. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        # 6. The accepted nodes' entries move up behind the text, where the root stands already. (If a path
-        # repeats its last node, as 0, 1, 1 in `walk_without_branches`, the copies land in free slots.)
+        # 6. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
         if len(path) > 1:
             slots, *_ = place
             for model in self.models:
@@ -684,9 +635,8 @@ class TreeStep(Layout):
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # An operator that the host waits for breaks the capture off. Then torch's generators stay in
-            # capture mode, in which they draw nothing, until a capture ends well.
-            with contextlib.suppress(RuntimeError):
+            # After a capture breaks off, torch's generators draw nothing until another one ends well.
+            with suppress(RuntimeError):
                 self.record(self.base.clone)
 
     def record(self, work):
@@ -711,13 +661,11 @@ def walk(layout, try_children):
         path.append(children[rank])
 
 def walk_without_branches(layout, try_children):
-    """`walk` for a CUDA graph, which cannot branch. The children of all nodes are tried at once, and a node
-    without an accepted child is followed by itself. If in the tree above node 1 is accepted and then nothing,
-    following is [1, 1, 2, 3], and the path is 0, 1, 1."""
+    """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
+    an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.width)
-    # An accepted child's number is larger than its parent's. If none is accepted, the rank is k, and what is
-    # gathered is the NONE behind the children, so that the node itself is the larger one.
-    following = layout.children[layout.nodes, rank].maximum(layout.nodes)
+    # A child's number is larger than its parent's. At rank k NONE is gathered, and so the node is larger.
+    following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in layout.passes:
         path.append(following[path[-1]])
@@ -733,19 +681,13 @@ def widened(logits, vocabulary):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-# The most nodes of a tree, and the most levels of a planned one.
-MAX_NODES = 1024
-MAX_LEVELS = 24
-# The first tree of "auto" has these nodes and levels.
-FIRST_SHAPE = 8, 4
-# How often a first, second, ... child is accepted when it is tried, before there is evidence. This guess fits
-# a decent draft, and counts as much as PRIOR_TRIES tries.
-PRIOR = 0.6 / np.arange(1, 17) ** 0.8
-PRIOR_TRIES = 4
-# Trees are compared by the least time of their last steps. Of so many the times are kept.
-TIMINGS = 4
-# There are no trials before this many steps, where each token that the text can still get counts as a step,
-# too: in less text a plan could not win back what they cost.
+MAX_NODES = 1024                        # of any tree
+MAX_LEVELS = 24                         # of a planned tree
+FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
+PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
+PRIOR_TRIES = 4                         # as many tries this guess counts
+TIMINGS = 4                             # trees are compared by the least time of so many last steps
+# No trials before so many steps, done or (one per token) to come: less text could not win back their cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -753,12 +695,11 @@ def plan(rates, sizes, t, c):
 
     rates: (ranks,), falling. sizes: the timed ones, rising from 1. t: t(n) for these. c: of a draft pass.
 
-    Where rates fall, the chance of a node falls from parent to child and from sibling to sibling. So the n
-    likeliest nodes always form a tree, which therefore is the best one, and the sum of their chances is its
-    F(T). One sorted list thus gives F(T) for all n at once; the next level adds its nodes to the list."""
+    Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
+    nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
+    chances, for all n at once. The next level adds its nodes to the list."""
     best = 0.0                                                  # tokens per second
-    # The chances of nodes, on the last level and on all levels, the likeliest first.
-    last_level = chances = np.ones(1)
+    last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
@@ -776,9 +717,8 @@ def size_to_try(planned, sizes):
 
     >>> size_to_try(10, [1, 8, 16]), size_to_try(10, [1, 8, 16, 32]), size_to_try(10, [1, 8, 11, 32])
     (32, 13, None)"""
-    # The best tree may lie beyond the timed sizes.
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
-        return 2 * sizes[-1]
+        return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
     # Or between two of them, unless they are close, as 1 and 8, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
@@ -789,17 +729,13 @@ class Planner:
 
     def __init__(self, shape):
         self.shape = shape
-        # How often a node's first, second, ... child was tried, and accepted.
-        self.tried = collections.Counter()
-        self.accepted = collections.Counter()
-        # For each tree the seconds of its last steps.
-        self.seconds = collections.defaultdict(partial(collections.deque, maxlen=TIMINGS))
+        self.tried = Counter()      # how often a node's first, second, ... child was tried,
+        self.accepted = Counter()   # and how often it was accepted
+        self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
-        # The tree, and until how many steps it is kept.
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.keep_until = 0 if shape == "auto" else 16
-        # "auto" times its first tree, no tree, and a chain of as many nodes, on whose order `latency` relies,
-        # and later others.
+        self.keep_until = 0 if shape == "auto" else 16          # until so many steps it is kept
+        # The trees that "auto" times: these, on whose order `latency` relies, and later others.
         self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)] if shape == "auto" else []
 
     def best_of(self, shape):
@@ -812,7 +748,7 @@ class Planner:
             if trial:
                 # A tree that is cut at the text's end tells nothing about the whole one.
                 if self.steps + tokens_left < WORTH_TRIALS or trial.depth > tokens_left:
-                    return self.tree
+                    break
                 return trial
             self.plan_again()                    # which adds a trial, or sets keep_until
         return self.tree
@@ -823,41 +759,36 @@ class Planner:
             sizes, t, c = self.latency()
             self.tree = plan(self.rates(), sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
-                # On more levels than the plan, because a larger tree wants more.
-                self.trials.append(self.best_of((size, self.tree.depth + 2)))
+                self.trials.append(self.best_of((size, self.tree.depth + 2)))   # larger, so deeper
                 return
         else:
             self.tree = self.best_of(self.shape)
-        # Kept until the steps have doubled. The first trials lose their oldest times, which may have been
-        # slow, and so each is timed once more before the next plan.
-        self.keep_until = 2 * self.steps
+        # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
+        # The first trials lose their oldest times, which may have been slow, and so each is timed once more.
+        self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
-        # Noise and a GPU's first calls only add to a time, so the least comes closest to the time without.
-        least = {tree: min(self.seconds[tree]) for tree in self.trials}
-        # The first and the third have the same size, so their times differ by draft passes alone.
-        branched, _, straight, *_ = self.trials
+        least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
+        branched, _, straight, *_ = self.trials         # of one size, so only draft passes tell them apart
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
-        # More nodes do not take less time.
-        return sizes, np.maximum.accumulate([t[size] for size in sizes]), c
+        return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
     def learn(self, step):
         """Learns from a step which of the children that were tried were accepted, and how long it took."""
         self.steps += 1
         for node in (0, *step.path):
-            # A child was tried if all before it were rejected.
             for rank, child in enumerate(step.tree.children[node]):
                 if step.node_tokens[child] == NONE:
                     break
                 self.tried[rank] += 1
                 if child in step.path:
                     self.accepted[rank] += 1
-                    break
+                    break                               # because the next ones were not tried
         self.seconds[step.tree].append(step.seconds)
 
     def rates(self):
@@ -866,8 +797,7 @@ class Planner:
         rates = []
         chance_if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
-            # Before its update, chance_if_tried is that of the elder sibling. A child is hardly accepted more
-            # often than that, so the guess must not say so.
+            # At most the elder sibling's chance_if_tried, because a child is hardly accepted more often.
             guess = min(guess, chance_if_tried)
             accepted = self.accepted[rank] + PRIOR_TRIES * guess
             chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
@@ -896,12 +826,10 @@ def verify_by_spectr(P, log_Q, tokens, u):
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
     which is at least as much by the union bound."""
     Q = log_Q.softmax(dim=1)
-    # For a node without children k and rho are 0, and the residual is P.
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
-    rho = width = k
-    for _ in range(50):
-        # rho is enough, and rho - width is not.
+    rho = width = k                             # without children 0, so the residual is P
+    for _ in range(50):                         # rho is enough, and rho - width is not
         width = width / 2
         lower = rho - width
         beta = torch.minimum(P / lower, Q).sum(dim=1, keepdim=True)
@@ -910,10 +838,9 @@ def verify_by_spectr(P, log_Q, tokens, u):
     accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
     return first_accepted(accepted), torch.add((P - rho * Q).clamp(min=0), P, alpha=1e-20)
 
-# With naive, topk and gumbel the target draws its own token before it sees a child. P is one-hot: 1 for this
-# token. The child that is this token is accepted, which is lossless however children were chosen.
+# With naive, topk and gumbel the target draws its own token before it sees a child: P is one-hot. A child
+# that is this token is accepted, otherwise P gives it. That is lossless however children were chosen.
 def verify_by_matching(P, log_Q, tokens, u):
-    # Where no child is that token, P gives it.
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
@@ -929,24 +856,20 @@ def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
     plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
     single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. (Algorithm
-    2 reaches 1 - d, but it must not share noise, because its test needs a random number that is independent
-    of the proposal.)
+    2 reaches 1 - d, but must not share noise: its test needs a number independent of the proposal.)
 
-    The noise depends on nothing but the seed, the position and the token, so a seed names the text, whatever
-    the tree and the draft."""
-    # Both models and the next steps ask for the noise of the same few positions.
-    @lru_cache(64)
+    The noise depends on seed, position and token alone, so a seed names the text for any tree and draft."""
+    @lru_cache(64)          # because both models and the next steps ask for the same few positions' noise
     def noise(position, vocabulary, device):
         u = np.random.default_rng([seed, position]).random(vocabulary)
         return gumbel_noise(torch.tensor(u, device=device))
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# At temperature 0 all methods add the same tokens, which this one finds. With noise it samples: see
-# `shared_noise`.
+# At temperature 0 all methods add the same tokens, which this one finds. With `shared_noise` it samples.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
-    "sequoia": SEQUOIA,
+    "sequoia": Method(propose_different, verify_nodes, distribution),
     "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True), distribution),
     "spectr": Method(propose_independent, verify_by_spectr, distribution),
     "naive": Method(propose_independent, verify_by_matching, token_drawn),
@@ -968,7 +891,6 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
 # A call goes through these, of which the third is transformers' own:
-#
 #     generate(target, inputs, assistant_model=draft, ...)     makes a Decoder for one call
 #         Decoder.generate                                     makes itself the call's custom_generate
 #             target.generate                                  prepares ids, processors, stopping criteria
@@ -982,10 +904,9 @@ def tree_shape(tree):
         return tree
     if tree == "none":
         return NO_TREE
-    # A Tree may come from a copy of this file, which transformers makes when it loads a folder.
-    if hasattr(tree, "parents"):
+    if hasattr(tree, "ranks"):          # a Tree, perhaps of the copy of this file that transformers makes
         return Tree(tree)
-    with contextlib.suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < nodes <= MAX_NODES:
             return nodes, levels
@@ -1019,9 +940,8 @@ class Decoder:
     cuda_graph   whether a GPU captures the step
 
     It keeps caches, plan and graph, so its models must not change (`pack` them before), and texts come one at
-    a time. Logits processors must be functions of the ids and scores they are given, because they are also
-    called for nodes that are then rejected. `report` is a Report on the last call. Raises ValueError for
-    unfit models."""
+    a time. Logits processors must be functions of ids and scores alone, because they are also called for
+    nodes that are then rejected. `report`: a Report on the last call. Raises ValueError for unfit models."""
 
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
@@ -1034,21 +954,17 @@ class Decoder:
         self.method = METHODS[method]
         self.generator = generator
         self.on_step = on_step
-        # For each way of sampling: children are then accepted more or less often.
-        self.planners = collections.defaultdict(partial(Planner, shape))
+        self.planners = defaultdict(partial(Planner, shape))    # one for each way of sampling
         self.target = CachedModel(target)
-        # Without a tree the target may stand in, because nothing is drafted.
-        self.draft = CachedModel(draft or target)
+        self.draft = CachedModel(draft or target)       # because without a tree nothing is drafted
         models = self.target, self.draft
-        # gumbel draws only a text's seed from the caller's generator, so that the next text's seed does not
-        # depend on this one's trees. Its steps need no random numbers.
+        # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
         step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         # An offloaded model's pass needs the host.
         can_capture = target.device.type == "cuda" and not hasattr(target, "_sequoia_offloaded")
         self.cuda_graph = cuda_graph and can_capture
-        # The last few TreeSteps are kept, because they may hold graphs. A graph is only good for the capacity
-        # and the settings it was captured with, so they are in the key, though nothing else needs them.
+        # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
         self.kept_step = lru_cache(16)(
             lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
@@ -1060,8 +976,7 @@ class Decoder:
         if hasattr(inputs, "keys"):
             kwargs = {**inputs, **kwargs}
             inputs = None
-        # `generate` gives the prompt to a streamer, but hands neither that nor a tokenizer on to a
-        # custom_generate, so they are used here.
+        # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
         if stop_strings:
             if not tokenizer:
@@ -1092,13 +1007,11 @@ class Decoder:
             ids = pad(ids, (0, 1), value=token)
             if streamer:
                 streamer.put(torch.tensor([token]))
-            # Criteria are asked after every token, because accepted ones may go on behind the end.
-            if stopping_criteria(ids, None):
+            if stopping_criteria(ids, None):    # after every token: accepted ones may go on behind the end
                 break
         if streamer:
             streamer.end()
-        # The planner counts all steps but the prompt's pass.
-        steps = 1 + planner.steps - steps_before
+        steps = 1 + planner.steps - steps_before        # the planner leaves out the prompt's pass
         seconds = time.perf_counter() - begun
         self.report = Report(ids.shape[1] - input_ids.shape[1], steps, seconds, planner.tree)
         if generation_config.return_dict_in_generate:
@@ -1108,19 +1021,16 @@ class Decoder:
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
-        # The first step is the prompt's pass, without a tree.
-        logits = self.target.prefill(text, PROBE_TOKENS)
+        logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, without a tree
         P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         while True:
             if self.on_step:
                 self.on_step(step)
             yield from step.tokens
-            # Probe only now, so that the first token does not wait for it.
-            if step.seconds is None and not self.probed:
+            if step.seconds is None and not self.probed:        # only now: the first token need not wait
                 probe(self.target, text, logits)
-                # A shorter prompt tells too little, so the next one is probed, too.
-                self.probed = len(logits) == PROBE_TOKENS
+                self.probed = len(logits) == PROBE_TOKENS       # because a shorter prompt tells too little
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1133,9 +1043,8 @@ class Decoder:
             tree = planner.next_tree(left // 4 if is_static else left)
             if len(text) + tree.depth > 1 + min(self.target.context, self.draft.context):
                 tree = NO_TREE
-            if tree.depth > left and not is_static:
-                # A step adds at most one token per level, so the levels behind the end are cut. (With a graph
-                # the whole tree is faster.)
+            if tree.depth > left and not is_static:             # with a graph the whole tree is faster
+                # A step adds at most one token per level, so the levels behind the end are cut.
                 tree = Tree(tree[: tree.depths.index(left)])
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             if tree.depth > 1 and step.tree.depth == 1:
@@ -1148,9 +1057,7 @@ class Decoder:
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
-    """`model.generate` with its arguments, by a Decoder made for one call:
-
-        sequoia.generate(target, inputs, assistant_model=draft, max_new_tokens=40, do_sample=True)
+    """`model.generate` with its arguments, by a Decoder made for one call.
 
     inputs: the ids of one text, (1, length), or all that a tokenizer returns. stop_strings need tokenizer=,
     too. For the others see `Decoder`. Returns the whole text's ids, (1, longer), or `sequences` in a dict.
@@ -1159,17 +1066,14 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# What is refused: models by their configuration, in `check_fit`, and by their numbers, in `probe`; texts
-# longer than `context_of` a model; and calls, in `check_call`.
+# What is refused: models (`check_fit`, `probe`), texts longer than `context_of` them, calls (`check_call`).
 def context_of(config):
     """The most tokens that a model can be fed."""
     context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
     given = getattr(config, "rope_parameters", None) or {}
-    # One dictionary for all layers, or one of them for each kind of layer.
-    for rope in (given, *given.values()):
+    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind == "longrope":
-            # Past this length it rotates all earlier keys again, which entries in a cache do not follow.
+        if kind == "longrope":          # past this length it rotates earlier keys again, but not cached ones
             return rope["original_max_position_embeddings"]
         if kind in ("linear", "yarn"):
             original = rope.get("original_max_position_embeddings") or trained
@@ -1199,8 +1103,7 @@ PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored a
 def probe(target, text, logits):
     """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
-    last tokens. These are scored again, in a tree where each has a twin, and must have the distributions of
-    the prompt's pass, up to rounding. For a prompt that ends with a, b, c this is the tree:
+    last tokens. In a tree with a twin of each they must be the same up to rounding; for a, b, c in this one:
 
         a─┬─b───c
           └─b───c        this twin stands behind the other, and must not see it"""
@@ -1212,15 +1115,13 @@ def probe(target, text, logits):
     kept = entries.clone()
     # The nodes' tokens are a, b, b, c, c. Below nodes 0, 2 and 4 are read: a, and the second twins.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
-    # The prompt's entries return, because those of another pass are rounded in another way.
-    entries.copy_(kept)
+    entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
     P_again = again[::2].float().softmax(dim=1)
     differences = (P_again - P).std(dim=1) / P.std(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
-    # Up to 18% are allowed in bfloat16, 0.07% in float32, and as much in float64, because such models may
-    # compute their angles in float32. ("not <" also refuses NaN.)
+    # 18% in bfloat16, and 0.07% in float32 or in float64, whose angles may be float32's. "not <" refuses NaN.
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the same "
                          f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
@@ -1235,17 +1136,14 @@ def check_call(target, ids, config, arguments):
         "several texts": len(ids) > 1,
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "a target in training mode: call its eval()": target.training}
-    # Output that is not made here.
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
-        reasons[name] = getattr(config, name)
-    # These may be given, but only with their default values. Any other argument for the model might change
-    # the text, except those that `generate` hands over by itself.
+        reasons[name] = getattr(config, name)   # because these are not made here
+    # Arguments for the model might change the text, except these defaults and those from `generate` itself.
     positions = torch.arange(ids.shape[1], device=ids.device)
     usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
     from_generate = ("logits_to_keep", "past_key_values", "use_cache")
     for name, value in arguments.items():
-        # An argument that is not given arrives as None, or as an empty dictionary.
-        if name not in from_generate and value is not None and value != {}:
+        if name not in from_generate and value is not None and value != {}:     # None and {}: not given
             reasons[f"{name} like these"] = name not in usual or (value != usual[name]).any()
     refused = [reason for reason, holds in reasons.items() if holds]
     if refused:
@@ -1260,10 +1158,8 @@ def packed_product(x, weight, bias: Tensor | None):
     return mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 def pack_linear(layer):
-    # In the order in which oneDNN reads it, for passes over about 16 tokens.
-    packed = mkldnn._reorder_linear_weight(layer.weight, 16)
-    # A trace cannot hold the empty list in the product, but a script can.
-    product = torch.jit.script(packed_product)
+    packed = mkldnn._reorder_linear_weight(layer.weight, 16)    # in oneDNN's order for about 16 tokens
+    product = torch.jit.script(packed_product)  # because a trace cannot hold the empty list in it
     del layer.weight
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
@@ -1273,15 +1169,13 @@ def pack(model):
     """Prepares a model on a CPU for decoding, in place, and returns it: packs its linear layers, if they are
     in bfloat16, and traces its pass, which about halves a small model's time. Afterwards do not change, save,
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
-    ValueError for an unfit model, and if packing, for which torch has no public operators, changes the
-    numbers by more than rounding."""
+    ValueError for an unfit model, and if packing changes the numbers by more than rounding."""
     cached = CachedModel(model)
     if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples of 3, 15 and 1 nodes, behind 4, 16 and 60 tokens, the last one with a larger cache. So they
-    # differ in all that may vary.
+    # Examples that differ in all that may vary: nodes, tokens before them, and at last the cache's capacity.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     for base, count in ((4, 3), (16, 15), (60, 1)):
@@ -1306,25 +1200,22 @@ def pack(model):
     if not torch.dist(packed, before) < rounding**0.5 * before.norm():
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
-    # of Python in that run, such as a mixture's experts, is then final. So it is used only if it gives the
-    # same outputs, also for other examples. It cannot hold packed weights as constants, so its module owns
-    # them.
+    # of Python in that run, such as a mixture's experts, is then final, so a trace is used only if it gives
+    # the same outputs, also for other examples. It cannot hold packed weights, so its module owns them.
     module = nn.Module()
     module.model = model
     module.forward = cached.forward
-    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
-        # Otherwise TorchScript would optimise it again for every new shape.
-        run = torch.jit.optimized_execution(False)(trace.forward)
+        run = torch.jit.optimized_execution(False)(trace.forward)   # not again for every new shape
         if torch.dist(outputs(run), packed) < rounding * packed.norm():
             model._sequoia_pass = run
     return model
 
 @torch.no_grad()
 def offload(model, device):
-    """Moves a model larger than a GPU to it, in place. The weights of its layers stay in host memory, pinned,
-    and each layer gets a copy on the device while it is computed. Copying takes nearly all of the time, so a
-    pass over hundreds of nodes takes little longer than one over a single token."""
+    """Moves a model larger than a GPU to it, in place. Its layers stay in host memory, pinned, and each is
+    copied to be computed. Copying takes most of the time, so hundreds of nodes cost little more than one."""
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     host = {}                # by weight of these layers: what stays in host memory
     for weight in layers.parameters():
@@ -1343,8 +1234,7 @@ def offload(model, device):
 
     for layer in layers:
         layer.register_forward_pre_hook(copy)
-        # Also if an error breaks the layer off. (After Ctrl-C it stays on the device until its next pass.)
-        layer.register_forward_hook(release, always_call=True)
+        layer.register_forward_hook(release, always_call=True)      # also after an error in the layer
     model._sequoia_offloaded = True
     return model.eval().requires_grad_(False)
 
@@ -1355,8 +1245,7 @@ PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
 
-# By name: the default, the help text, and a number's limits.
-OPTIONS = {
+OPTIONS = {                 # by name: the default, the help text, and a number's limits
     "target": (str(TINY / "target"), "folder or hub name"),
     "draft": (str(TINY / "draft"), "a small model with the same tokens"),
     "prompt": (PROMPT, "the text to continue"),
@@ -1372,8 +1261,7 @@ OPTIONS = {
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
     "dtype": (DTYPE, "float32, bfloat16 or float16"),
     "offload": (False, "stream the target's layers from host memory"),
-    "explain": (False, "decode by `step_plainly`, slowly, always by Algorithm 2, and with auto by its first "
-                       "tree, and print each step"),
+    "explain": (False, "print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree"),
 }
 
 def parse(argv):
@@ -1412,17 +1300,15 @@ def decode_prompt(args):
     if args.chat:
         message = [{"role": "user", "content": args.prompt}]
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
-    decoder = Decoder(target, draft, args.tree, args.method,
-                      torch.Generator(args.device).manual_seed(args.seed))
-    streamer = transformers.TextStreamer(tokenizer)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    decoder = Decoder(target, draft, args.tree, args.method, generator)
+    streamer = None if args.explain else transformers.TextStreamer(tokenizer)
     if args.explain:
         word = lambda token: repr(tokenizer.decode(token))
         decoder.tokens_after = partial(explained_tokens, decoder, word)
-        streamer = None
     ids = decoder.generate(
         encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
-        do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k,
-        temperature=args.temperature)
+        do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k, temperature=args.temperature)
     if args.explain:
         print(tokenizer.decode(ids[0]))
     else:
@@ -1430,17 +1316,14 @@ def decode_prompt(args):
 
 @torch.inference_mode()
 def explained_tokens(decoder, word, text, sampling, planner, max_length):
-    """What `decoder.tokens_after` yields, but by `step_plainly`, with a model's pass for each text. Prints
-    each step."""
+    """What `decoder.tokens_after` yields, but by `step_plainly`, a pass for each text. Prints each step."""
     def scores(model, is_draft, text):
         logits = widened(model.prefill(text), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
         if sampling.method.target_P is likeliest_token:
-            # Greedy decoding is the limit of low temperatures. The draft may have any temperature, and as low
-            # as the target's all its second choices would have probability 0.
+            # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
             shaped = shaped / (0.03 if is_draft else 1e-6)
-        # What `step_plainly` asks of a draft.
-        return shaped.clamp(min=shaped.max() - 700)
+        return shaped.clamp(min=shaped.max() - 700)             # as `step_plainly` asks of a draft
 
     while True:
         added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True),
@@ -1452,16 +1335,14 @@ def explained_tokens(decoder, word, text, sampling, planner, max_length):
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
     transformers.utils.logging.set_verbosity_error()
-    # A download of many gigabytes must not be silent, but a log file needs no bars.
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():         # a long download must not be silent, but a log file needs no bars
         transformers.utils.logging.disable_progress_bar()
     try:
         decode_prompt(parse(argv))
         return 0
     except KeyboardInterrupt:
         return 130
-    # Damaged files, missing devices and the like raise errors of any kind.
-    except Exception as error:
+    except Exception as error:          # damaged files, missing devices and the like raise any kind
         print(f"sequoia.py: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

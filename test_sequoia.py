@@ -59,8 +59,8 @@ def all_trees(size):
     """Every tree of `size` nodes: parents never decrease, and each stands before its children."""
     if size == 1:
         return [NO_TREE]
-    return [Tree((*tree.parents, parent)) for tree in all_trees(size - 1)
-            for parent in range(max(0, tree.parents[-1]), size - 1)]
+    return [Tree((*tree, parent)) for tree in all_trees(size - 1)
+            for parent in range(max(0, tree[-1]), size - 1)]
 
 SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 # The second child has more children than the first, so a level's parents differ in their numbers of children.
@@ -76,7 +76,7 @@ def test_a_tree_knows_its_shape():
     assert tree.depths == [0, 1, 1, 1, 2, 2, 3]
     assert tree.ranks == [0, 0, 1, 2, 0, 1, 0]
     assert tree.children == [[1, 2, 3], [4, 5], [], [], [6], [], []]
-    assert {tree, Tree(np.array(tree.parents)), LATE} == {tree, LATE}
+    assert {tree, Tree(np.array(tree)), LATE} == {tree, LATE}
     assert tree.drawing("abcdefg").split() == ["a", "b", "e", "g", "f", "c", "d"]
     assert str(Tree([-1, 0, 0, 1])).split("\n") == ["0", "    1", "        3", "    2"]
     assert str(sequences(12, 1)).split() == [str(node) for node in range(13)]
@@ -94,7 +94,7 @@ def test_siblings_never_see_each_other_but_every_node_sees_its_ancestors_and_its
         for node, row in enumerate(tree.mask.tolist()):
             above = [node]
             while above[0] != 0:
-                above.insert(0, tree.parents[above[0]])
+                above.insert(0, tree[above[0]])
             assert tree.paths[node] == above
             assert [other for other, is_seen in enumerate(row) if is_seen] == above
 
