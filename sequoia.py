@@ -207,21 +207,22 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`). In float64 those more than 700 below the highest have probability
-    0, and then Algorithm 2 takes them as equally likely, so they must be equal. No node may have more
-    children than there are tokens. say, word: see `verify_one_node`."""
+    must be finite (see `never_ruled_out`). Those some 700 below the highest become 0 as probabilities, which
+    Algorithm 2 takes as equally likely, so clamp them to one value. No node may have more children than there
+    are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
-    log_Q = {}
+    Q = {}
     noise = []
     for node, children in enumerate(tree.children):
         if children:
-            log_Q[node] = draft(texts[node]).double()
-            # A level's nodes can share noise, because other noise, of the levels above, chooses among them.
+            log_Q = draft(texts[node]).double()
+            Q[node] = log_Q.softmax(dim=0)
+            # A level's nodes can share noise, because noise of the levels above decides which one is reached.
             if tree.depths[node] == len(noise):
-                noise.append(gumbel_noise(rand(1, len(log_Q[node]))))
-            proposed = most_likely(log_Q[node] + noise[-1], len(children))
+                noise.append(gumbel_noise(rand(1, len(log_Q))))
+            proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
     say(tree.drawing([word(node_text[-1]) for node_text in texts]))
     # 2. The target scores every node's text. (Section 6 does this in one pass.)
@@ -229,14 +230,14 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     # 3. Algorithm 2 walks down from the root, as long as a child is accepted.
     u = rand(tree.size, max(map(len, tree.children)))
     node = 0
-    R = scores[node].softmax(dim=0)
-    while children := tree.children[node]:
-        tokens = torch.stack([texts[child][-1] for child in children])
-        rank, R = verify_one_node(R, log_Q[node].softmax(dim=0), tokens, u[node], say, word)
+    while True:
+        children = tree.children[node]
+        tokens = text.new_tensor([texts[child][-1] for child in children])
+        # At a leaf there is nothing to try, so R is P.
+        rank, R = verify_one_node(scores[node].softmax(dim=0), Q.get(node), tokens, u[node], say, word)
         if rank == NONE:
             break
         node = children[rank]
-        R = scores[node].softmax(dim=0)
     # 4. One more token is drawn from what rejections have left of the target.
     last = draw(R[None], rand(1, 1))[0]
     say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
@@ -330,7 +331,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         R = normalize((R - D).clamp(min=0), p=1)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    return first_accepted(accepted), torch.add(R, P, alpha=1e-20)   # P where rounding has left nothing of R
+    return first_accepted(accepted), R + 1e-20 * P        # P where rounding has left nothing of R
 
 def first_accepted(accepted):
     """How many children are rejected before one is accepted: its rank, or k if there is none, (rows,)."""
@@ -419,15 +420,14 @@ class Sampling:
 #
 # The first draft pass of a step feeds two tokens, the root and *previous*, the one before it. Why? A leaf
 # proposes nothing, so the draft is never fed one. If a step's last accepted node was a leaf, its entry is not
-# in the draft's cache, and in the next step that node is previous. (Otherwise it is written again.)
+# in the draft's cache, and in the next step that node is previous. (If it was none, it is written again.)
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last element is previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
-        mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 for what a node sees. The columns
-                                                  are the text, the nodes, a free slot
+        mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         width      2                              the most children that a node has
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
@@ -460,7 +460,7 @@ class Layout:
         """The tree's place with its root in slot `base`, a number or (1,), if passes read `visible` slots:
             slots, positions     (size + 1,)
             mask                 (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
-            read_positions       (visible,): the positions of these slots"""
+            read_positions       (visible,): the positions of these slots, for windows"""
         slots, positions = base + self.offsets
         read = torch.arange(visible, device=slots.device)
         # Column 0 of the mask is for all slots before base, 1 + i for node i, size + 1 for all behind.
@@ -613,8 +613,6 @@ class TreeStep(Layout):
             children = self.children[rows, :k]
             scores = scores_of(logits[rows], is_draft=False, nodes=self.nodes[rows])
             P = method.target_P(scores, self.rand)
-            if k == 0:
-                return 0, P                     # the token after a leaf
             return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
 
         chosen_walk = walk_without_branches if self.static else walk
@@ -648,9 +646,8 @@ class TreeStep(Layout):
             return graph, work()
 
 def walk(layout, try_children):
-    """Step 3 of `step_plainly`. Returns the accepted nodes, from the root on, and the weights from which to
-    draw the token after them, (1, V). try_children(rows, k): tries the first k children of the nodes in the
-    slice `rows`, and returns ranks and weights as `verify_nodes` does, for k = 0 rank 0 and P."""
+    """Step 3 of `step_plainly`: the accepted nodes, from the root on, and weights for the token after them,
+    (1, V). try_children(rows, k) tries the first k children of these rows, as `verify_nodes` does."""
     path = [0]
     while True:
         node = path[-1]
@@ -664,7 +661,7 @@ def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.width)
-    # A child's number is larger than its parent's. At rank k NONE is gathered, and so the node is larger.
+    # A child's number is larger than its parent's. Rank k gathers NONE instead, so `maximum` keeps the node.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in layout.passes:
@@ -681,13 +678,13 @@ def widened(logits, vocabulary):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-MAX_NODES = 1024                        # of any tree
-MAX_LEVELS = 24                         # of a planned tree
+MAX_NODES = 1024                        # of a planned tree
+MAX_LEVELS = 24                         # of a tree that "auto" plans
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 4                         # as many tries this guess counts
 TIMINGS = 4                             # trees are compared by the least time of so many last steps
-# No trials before so many steps, done or (one per token) to come: less text could not win back their cost.
+# Trials start once steps done and tokens to come are this many, as less text would not win back their cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -819,8 +816,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
 
         one try gives t        with min(P[t] / rho, Q[t]), so any token with the sum of this, beta
         k tries give a token   with 1 - (1 - beta)^k, because all of them fail with (1 - beta)^k
-        rho is where           this is rho beta. So k tries give each t rho times as often as one: that is
-                               with min(P[t], rho Q[t])
+        k tries give t         with min(P[t], rho Q[t]) if rho solves 1 - (1 - beta)^k = rho beta, because
+                               then they give every token rho times as often as one try
         t still lacks          max(P[t] - rho Q[t], 0), the residual. Its sum is the chance that all fail
 
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
@@ -829,17 +826,17 @@ def verify_by_spectr(P, log_Q, tokens, u):
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
     rho = width = k                             # without children 0, so the residual is P
-    for _ in range(50):                         # rho is enough, and rho - width is not
+    for _ in range(50):                         # the solution is in (rho - width, rho]
         width = width / 2
         lower = rho - width
         beta = torch.minimum(P / lower, Q).sum(dim=1, keepdim=True)
         rho = torch.where(1 - (1 - beta) ** k <= lower * beta, lower, rho)
     s = tokens.clamp(min=0)
     accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
-    return first_accepted(accepted), torch.add((P - rho * Q).clamp(min=0), P, alpha=1e-20)
+    return first_accepted(accepted), (P - rho * Q).clamp(min=0) + 1e-20 * P
 
 # With naive, topk and gumbel the target draws its own token before it sees a child: P is one-hot. A child
-# that is this token is accepted, otherwise P gives it. That is lossless however children were chosen.
+# that is this token is accepted. If none is, P gives the token itself. That is lossless for any children.
 def verify_by_matching(P, log_Q, tokens, u):
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
@@ -866,7 +863,7 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# At temperature 0 all methods add the same tokens, which this one finds. With `shared_noise` it samples.
+# At temperature 0 all methods add the same tokens, which GREEDY finds. With `shared_noise` it samples.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
     "sequoia": Method(propose_different, verify_nodes, distribution),
@@ -966,7 +963,7 @@ class Decoder:
         self.cuda_graph = cuda_graph and can_capture
         # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
         self.kept_step = lru_cache(16)(
-            lambda tree, is_static, capacity, settings: TreeStep(tree, models, step_generator, is_static))
+            lambda tree, is_static, _capacity, _settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
         self.report = None
 
@@ -1002,8 +999,7 @@ class Decoder:
         ids = input_ids.long()
         for token in self.tokens_after(ids[0], sampling, planner, max_length):
             if token == NONE:
-                raise ValueError("no token to choose: the target's logits are NaN, or the processors ruled "
-                                 "out every token")
+                raise ValueError("the target's logits are NaN, or the processors ruled out every token")
             ids = pad(ids, (0, 1), value=token)
             if streamer:
                 streamer.put(torch.tensor([token]))
@@ -1012,8 +1008,8 @@ class Decoder:
         if streamer:
             streamer.end()
         steps = 1 + planner.steps - steps_before        # the planner leaves out the prompt's pass
-        seconds = time.perf_counter() - begun
-        self.report = Report(ids.shape[1] - input_ids.shape[1], steps, seconds, planner.tree)
+        added = ids.shape[1] - input_ids.shape[1]
+        self.report = Report(added, steps, time.perf_counter() - begun, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
         return ids
@@ -1021,7 +1017,7 @@ class Decoder:
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
-        logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, without a tree
+        logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
         P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         while True:
@@ -1035,17 +1031,10 @@ class Decoder:
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
-                                 f"longrope its original length, because beyond it all earlier keys would be "
-                                 f"rotated again): lower max_new_tokens")
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (behind "
+                                 f"which longrope would rotate earlier keys again): lower max_new_tokens")
             is_static = self.cuda_graph and not sampling.reads_text
-            # To capture a trial's tree takes as long as several steps, so it pays in longer texts only.
-            tree = planner.next_tree(left // 4 if is_static else left)
-            if len(text) + tree.depth > 1 + min(self.target.context, self.draft.context):
-                tree = NO_TREE
-            if tree.depth > left and not is_static:             # with a graph the whole tree is faster
-                # A step adds at most one token per level, so the levels behind the end are cut.
-                tree = Tree(tree[: tree.depths.index(left)])
+            tree = self.choose_tree(planner, len(text), left, is_static)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             if tree.depth > 1 and step.tree.depth == 1:
                 # Its vocabulary may be padded to a shorter length than the target's.
@@ -1054,6 +1043,17 @@ class Decoder:
             self.draft.reserve(capacity)
             step = self.kept_step(tree, is_static, capacity, sampling.settings)(text, sampling)
             planner.learn(step)
+
+    def choose_tree(self, planner, length, left, is_static):
+        """The tree of the next step after a text of this length, which may get `left` more tokens."""
+        # To capture a trial's tree takes as long as several steps, so it pays in longer texts only.
+        tree = planner.next_tree(left // 4 if is_static else left)
+        if length + tree.depth > 1 + min(self.target.context, self.draft.context):
+            return NO_TREE
+        if tree.depth > left and not is_static:                 # with a graph the whole tree is faster
+            # A step adds at most one token per level, so the levels behind the end are cut.
+            return Tree(tree[: tree.depths.index(left)])
+        return tree
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1318,7 +1318,7 @@ def decode_prompt(args):
 def explained_tokens(decoder, word, text, sampling, planner, max_length):
     """What `decoder.tokens_after` yields, but by `step_plainly`, a pass for each text. Prints each step."""
     def scores(model, is_draft, text):
-        logits = widened(model.prefill(text), decoder.target.vocabulary)
+        logits = widened(model.prefill(text.clamp(max=model.vocabulary - 1)), decoder.target.vocabulary)
         shaped = sampling.processed(text[None], logits, is_draft)[0].double()
         if sampling.method.target_P is likeliest_token:
             # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
