@@ -77,7 +77,7 @@ class Tree(tuple):
     the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the root to it.
     mask, (size, size) bool: which nodes each node sees, those on its path."""
 
-    def __init__(self, parents):
+    def __init__(self, parents):                # which `tuple` has already stored
         if self[:1] != (NONE,):
             raise ValueError(f"a tree starts with its root, whose parent is -1; got {self[:8]}")
         self.size = len(self)
@@ -323,7 +323,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # A missing child takes nothing from R. It marks token 0 as tried, but only missing ones follow.
+        # A missing child takes nothing from R. It marks token 0 as tried, but all that follow are missing.
         D = log_Q.softmax(dim=1) * exists
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -367,8 +367,8 @@ class Sampling:
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # The key by which plans and TreeSteps are kept. It leaves out processors that read the text, because
-        # a plan need only fit roughly, and no graph is made with them.
+        # The key of plans and TreeSteps. Processors that read the text are left out, because nothing is
+        # captured with them, and a plan need not be exact.
         self.settings = method, self.reads_text, *blind
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -418,14 +418,14 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# The first draft pass of a step feeds two tokens, the root and *previous*, the one before it. Why? A leaf
-# proposes nothing, so the draft is never fed one. If a step's last accepted node was a leaf, its entry is not
-# in the draft's cache, and in the next step that node is previous. (If it was none, it is written again.)
+# Between steps the slots before base hold the text, but the draft's cache may lack the last entry: a leaf
+# proposes nothing, so the draft is never fed one, and a step's last accepted node may be a leaf. So the first
+# draft pass of a step feeds *previous*, too, the token before the root. (If it was no leaf, for nothing.)
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
-        offsets    [[0, 1, 2, 3, -1],             slot minus base; the last element is previous
+        offsets    [[0, 1, 2, 3, -1],             slot minus base; the last -1, a distance, is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
         mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
@@ -633,7 +633,7 @@ class TreeStep(Layout):
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # After a capture breaks off, torch's generators draw nothing until another one ends well.
+            # After a capture breaks off, torch's generators draw nothing until one ends well, as this does.
             with suppress(RuntimeError):
                 self.record(self.base.clone)
 
@@ -641,7 +641,7 @@ class TreeStep(Layout):
         graph = torch.cuda.CUDAGraph()
         if self.generator:
             graph.register_generator_state(self.generator)
-        # The outer one brings back device and stream, which a capture that is broken off leaves changed.
+        # `stream` brings back device and stream, which a capture that is broken off leaves changed.
         with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
             return graph, work()
 
@@ -716,7 +716,7 @@ def size_to_try(planned, sizes):
     (32, 13, None)"""
     if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
         return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
-    # Or between two of them, unless they are close, as 1 and 8, because t(n) is only interpolated there.
+    # Or halfway to the next timed one, if that is clearly more, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
 
@@ -741,13 +741,13 @@ class Planner:
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         while self.steps >= self.keep_until:
-            trial = next((tree for tree in self.trials if len(self.seconds[tree]) < TIMINGS), None)
-            if trial:
-                # A tree that is cut at the text's end tells nothing about the whole one.
-                if self.steps + tokens_left < WORTH_TRIALS or trial.depth > tokens_left:
-                    break
-                return trial
-            self.plan_again()                    # which adds a trial, or sets keep_until
+            untimed = [tree for tree in self.trials if len(self.seconds[tree]) < TIMINGS]
+            if not untimed:
+                self.plan_again()                # which adds a trial, or sets keep_until
+            elif self.steps + tokens_left < WORTH_TRIALS or untimed[0].depth > tokens_left:
+                break                            # a tree that is cut at the text's end tells nothing about it
+            else:
+                return untimed[0]
         return self.tree
 
     def plan_again(self):
@@ -761,7 +761,7 @@ class Planner:
         else:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
-        # The first trials lose their oldest times, which may have been slow, and so each is timed once more.
+        # Without its oldest time, which may have been slow, each of the first trials is then timed once more.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
@@ -994,10 +994,9 @@ class Decoder:
             logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
         planner = self.planners[sampling.settings]
-        max_length = stopping_criteria.max_length or sys.maxsize
         steps_before = planner.steps
         ids = input_ids.long()
-        for token in self.tokens_after(ids[0], sampling, planner, max_length):
+        for token in self.tokens_after(ids[0], sampling, planner, stopping_criteria.max_length or np.inf):
             if token == NONE:
                 raise ValueError("the target's logits are NaN, or the processors ruled out every token")
             ids = pad(ids, (0, 1), value=token)
@@ -1031,8 +1030,8 @@ class Decoder:
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (behind "
-                                 f"which longrope would rotate earlier keys again): lower max_new_tokens")
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens, "
+                                 f"behind which longrope would rotate earlier keys again: lower max_new_tokens")
             is_static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, is_static)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
@@ -1113,7 +1112,7 @@ def probe(target, text, logits):
     place = layout.place(len(text) - count, len(text) + count - 1)
     entries = target.store[:, :, len(text) - count : len(text) + count]
     kept = entries.clone()
-    # The nodes' tokens are a, b, b, c, c. Below nodes 0, 2 and 4 are read: a, and the second twins.
+    # The nodes' tokens are a, b, b, c, c. Compared are nodes 0, 2 and 4: a, and the second twins.
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
@@ -1121,8 +1120,8 @@ def probe(target, text, logits):
     differences = (P_again - P).std(dim=1) / P.std(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
-    # 18% in bfloat16, and 0.07% in float32 or in float64, whose angles may be float32's. "not <" refuses NaN.
-    if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:
+    # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
+    if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:      # refuses NaN, too
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the same "
                          f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
                          f"than rounding explains; in float32 rounding is smallest")
@@ -1137,7 +1136,7 @@ def check_call(target, ids, config, arguments):
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "a target in training mode: call its eval()": target.training}
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
-        reasons[name] = getattr(config, name)   # because these are not made here
+        reasons[name] = getattr(config, name)   # none of these outputs is made here
     # Arguments for the model might change the text, except these defaults and those from `generate` itself.
     positions = torch.arange(ids.shape[1], device=ids.device)
     usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
@@ -1301,11 +1300,10 @@ def decode_prompt(args):
         message = [{"role": "user", "content": args.prompt}]
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    decoder = Decoder(target, draft, args.tree, args.method, generator)
+    made = ExplainingDecoder if args.explain else Decoder
+    decoder = made(target, draft, args.tree, args.method, generator)
+    decoder.word = lambda token: repr(tokenizer.decode(token))
     streamer = None if args.explain else transformers.TextStreamer(tokenizer)
-    if args.explain:
-        word = lambda token: repr(tokenizer.decode(token))
-        decoder.tokens_after = partial(explained_tokens, decoder, word)
     ids = decoder.generate(
         encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k, temperature=args.temperature)
@@ -1314,23 +1312,25 @@ def decode_prompt(args):
     else:
         print(f"\n{decoder.report}", file=sys.stderr)
 
-@torch.inference_mode()
-def explained_tokens(decoder, word, text, sampling, planner, max_length):
-    """What `decoder.tokens_after` yields, but by `step_plainly`, a pass for each text. Prints each step."""
-    def scores(model, is_draft, text):
-        logits = widened(model.prefill(text.clamp(max=model.vocabulary - 1)), decoder.target.vocabulary)
-        shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-        if sampling.method.target_P is likeliest_token:
-            # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
-            shaped = shaped / (0.03 if is_draft else 1e-6)
-        return shaped.clamp(min=shaped.max() - 700)             # as `step_plainly` asks of a draft
+class ExplainingDecoder(Decoder):
+    """A Decoder that decodes by `step_plainly`, with a pass for each text, and prints each step."""
 
-    while True:
-        added = step_plainly(partial(scores, decoder.target, False), partial(scores, decoder.draft, True),
-                             text, planner.tree, decoder.generator, say=print, word=word)
-        print(f"adds {word(added)}\n")
-        text = torch.cat([text, added])
-        yield from added.tolist()
+    @torch.inference_mode()
+    def tokens_after(self, text, sampling, planner, max_length):
+        def scores(model, is_draft, text):
+            logits = widened(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
+            shaped = sampling.processed(text[None], logits, is_draft)[0].double()
+            if sampling.method.target_P is likeliest_token:
+                # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
+                shaped = shaped / (0.03 if is_draft else 1e-6)
+            return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
+
+        while True:
+            added = step_plainly(partial(scores, self.target, False), partial(scores, self.draft, True), text,
+                                 planner.tree, self.generator, say=print, word=self.word)
+            print(f"adds {self.word(added)}\n")
+            text = torch.cat([text, added])
+            yield from added.tolist()
 
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
