@@ -261,12 +261,14 @@ def test_ten_thousand_targets_and_drafts_with_zeros(name):
             is_proposed = (Q > 0) & ((Q > 0).sum(dim=1, keepdim=True) <= k) | (k == V)
             covers = (is_proposed | (P == 0)).all(dim=1)
             assert (rank[covers] >= 0).all()
-        optimal = torch.minimum(P, Q).sum(dim=1)
-        if k == 1 and name in BY_RATIOS:
-            expected = torch.stack([1 - optimal, optimal]).sum(dim=1)
+        accepted = torch.minimum(P, Q).sum(dim=1)
+        if name == "gumbel":
+            # Token j is both models' if E_j / P_j and E_j / Q_j are the least.
+            ratios = torch.maximum(P[:, :, None] / P[:, None], Q[:, :, None] / Q[:, None])
+            accepted = (1 / ratios.sum(dim=1)).nan_to_num().sum(dim=1)
+        if k == 1 and name in ("gumbel", *BY_RATIOS):
+            expected = torch.stack([1 - accepted, accepted]).sum(dim=1)
             assert chi_square_tail((rank + 1).bincount(minlength=2), expected) > CHANCE
-        if k == 1 and name == "gumbel":
-            assert (rank == 0).sum() > (optimal / (2 - optimal)).sum()
         # Apart where the draft gives a token more than the target, and where less.
         is_more = Q > P
         observed = token + V * is_more.gather(1, token[:, None])[:, 0]
@@ -798,7 +800,6 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     assert trees[0] == optimal_tree(Planner(LATE).rates(), 8, 4)
     assert trees[0] != trees[16]
     assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {16, 32, 64}
-    assert {(tree.size, tree.depth) for tree in trees} == {(8, 4)}
 
 @quick
 def test_trials_come_only_where_a_plan_would_still_pay_and_a_text_has_room_for_their_levels():
@@ -1480,8 +1481,7 @@ def test_the_promised_names_and_the_licence_are_there_and_the_docstrings_example
     assert set(sequoia.__all__) == set(promised.split())
     assert "MIT" in sequoia.__doc__
     failed, attempted = doctest.testmod(sequoia)
-    assert attempted > 0
-    assert failed == 0
+    assert failed == 0 < attempted
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="a copy without its README")
 def test_the_readmes_examples_run_in_order_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
