@@ -931,7 +931,7 @@ def test_a_drafts_vocabulary_and_context_do_not_change_the_text():
             # Nothing is proposed beyond the target's vocabulary, and what the draft lacks comes last.
             assert max(step.node_tokens) < 64
             assert max(step.node_tokens[:61]) < size
-    short = make_pair("gpt2", n_positions=32)[1]
+    short = make_pair("gpt2", max_position_embeddings=32)[1]
     for length, tree in ((5, "auto"), (31, sequences(2, 5)), (60, (9, 4))):
         assert_as_generate(Decoder(target, short, tree), prompt_of(length), max_new_tokens=30)
 
@@ -1025,7 +1025,7 @@ def test_a_text_ends_one_token_behind_the_context_which_scaled_positions_lengthe
 def test_texts_of_four_tokens_have_the_targets_distribution(method):
     """With the prompt's pass, trees that are cut at the end, and caches that entries move in. The vocabulary
     has three tokens, so that the target alone can score all 81 texts."""
-    target, draft = make_pair("gpt2", difference=1.5, seed=3, vocab_size=3, n_layer=1, bos_token_id=None)
+    target, draft = make_pair("gpt2", difference=1.5, seed=3, vocab_size=3, bos_token_id=None)
     prompt = torch.tensor([0, 1, 2, 1])
     following = torch.cartesian_prod(*4 * [torch.arange(3)])
     texts = torch.cat([prompt.expand(81, -1), following], dim=1)
