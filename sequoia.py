@@ -75,7 +75,8 @@ class Tree(tuple):
 
     size, depth: the numbers of nodes and of levels, with the root's. For each node: depths, its level, 0 for
     the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the root to it.
-    mask, (size, size) bool: which nodes each node sees, those on its path."""
+    mask, (size, size) bool: which nodes each node sees, those on its path. parents: the plain tuple."""
+    parents = property(tuple)
 
     def __init__(self, parents):                # which `tuple` has already stored
         if self[:1] != (NONE,):
@@ -965,7 +966,6 @@ class Decoder:
         self.kept_step = lru_cache(16)(
             lambda tree, is_static, _capacity, _settings: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
-        self.report = None
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
                  stopping_criteria=(), **kwargs):
