@@ -21,8 +21,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each builds on those before it. What must still hold after you change a
-section, as test_sequoia.py checks:
+Sections 1 to 7 are the method, and each builds on those before it (6 also asks 9 whether a model fits). What
+must still hold after you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
     4            no other tree of that size and depth has more expected tokens
@@ -208,8 +208,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`). Those some 700 below the highest become 0 as probabilities, which
-    Algorithm 2 takes as equally likely, so clamp them to one value. No node may have more children than there
+    must be finite (see `never_ruled_out`), and clamped to 700 below the highest, because lower ones become
+    probabilities of 0, which Algorithm 2 takes as equally likely. No node may have more children than there
     are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
@@ -220,7 +220,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            # A level's nodes can share noise, because noise of the levels above decides which one is reached.
+            # A level's nodes can share noise, because only one is reached, and noise above decides which one.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
@@ -324,7 +324,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # A missing child takes nothing from R. It marks token 0 as tried, but all that follow are missing.
+        # A missing child takes nothing from R. (Its s marks token 0 as tried, but only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
         accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
         if len(P) == 1 and accepted[0, rank]:
@@ -419,14 +419,14 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Between steps the slots before base hold the text, but the draft's cache may lack the last entry: a leaf
-# proposes nothing, so the draft is never fed one, and a step's last accepted node may be a leaf. So the first
-# draft pass of a step feeds *previous*, too, the token before the root. (If it was no leaf, for nothing.)
+# Between steps the slots before base hold the text, but the draft's cache may lack the last entry: the draft
+# is never fed a leaf, which proposes nothing, and a step's last accepted node may be one. So the first draft
+# pass of a step also feeds *previous*, the token before the root. (If its entry is there, it is replaced.)
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
-        offsets    [[0, 1, 2, 3, -1],             slot minus base; the last -1, a distance, is for previous
+        offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
         mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
@@ -680,12 +680,12 @@ def widened(logits, vocabulary):
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
 MAX_NODES = 1024                        # of a planned tree
-MAX_LEVELS = 24                         # of a tree that "auto" plans
+MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
-PRIOR_TRIES = 4                         # as many tries this guess counts
+PRIOR_TRIES = 4                         # the guess counts as so many tries
 TIMINGS = 4                             # trees are compared by the least time of so many last steps
-# Trials start once steps done and tokens to come are this many, as less text would not win back their cost.
+# Trials need this many steps done and tokens to come together, or the text would not win back their cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -732,7 +732,7 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.keep_until = 0 if shape == "auto" else 16          # until so many steps it is kept
+        self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
         # The trees that "auto" times: these, on whose order `latency` relies, and later others.
         self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)] if shape == "auto" else []
 
@@ -762,7 +762,7 @@ class Planner:
         else:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
-        # Without its oldest time, which may have been slow, each of the first trials is then timed once more.
+        # Dropping a time makes `next_tree` time each of the first trials again, as the oldest may be slow.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
         for tree in self.trials[:3]:
             self.seconds[tree].popleft()
@@ -1030,8 +1030,8 @@ class Decoder:
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens, "
-                                 f"behind which longrope would rotate all keys again: lower max_new_tokens")
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens "
+                                 f"(longrope's ends where all keys would be rotated): lower max_new_tokens")
             is_static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, is_static)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
