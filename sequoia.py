@@ -683,7 +683,7 @@ MAX_NODES = 1024                        # of a planned tree
 MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
-PRIOR_TRIES = 4                         # the guess counts as so many tries
+PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # trees are compared by the least time of so many last steps
 # Trials need this many steps done and tokens to come together, or the text would not win back their cost.
 WORTH_TRIALS = 64

@@ -761,8 +761,8 @@ def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees(name):
 @pytest.mark.parametrize("name", some_quick(["flat", "linear", "kinked"], "linear"))
 def test_planners_on_a_noisy_machine_mostly_come_near(name):
     *machine, _, _ = MACHINES[name]
-    paces = [pace(simulated(name, True, seed).tree, *machine) for seed in range(3)]
-    assert np.mean(paces) > 0.85 * pace(simulated(name).tree, *machine)
+    paces = [pace(simulated(name, True, seed).tree, *machine) for seed in range(6)]
+    assert np.mean(paces) > 0.82 * pace(simulated(name).tree, *machine)
 
 @quick
 @pytest.mark.parametrize("best, planned", [(chain(2), [12, 16, 35, 73, 149, 301]), (NO_TREE, [12, 50, 202])])
