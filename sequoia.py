@@ -1031,7 +1031,7 @@ class Decoder:
             left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
                 raise ValueError(f"the text fills the target's context of {self.target.context} tokens "
-                                 f"(longrope's ends where all keys would be rotated): lower max_new_tokens")
+                                 f"(beyond it longrope would rotate all keys again): lower max_new_tokens")
             is_static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, is_static)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.

@@ -921,8 +921,8 @@ def test_auto_with_its_trials_writes_generates_text_and_captures_trees_only_for_
             trees.add(step.tree)
     assert {NO_TREE, chain(7)} < trees if kind is Decoder else len(trees) == 1
 
-def test_a_drafts_vocabulary_and_context_do_not_change_the_text():
-    """One padded to another length, and one that ends early."""
+def test_a_drafts_vocabulary_context_and_mode_do_not_change_the_text():
+    """One padded to another length, and one that ends early, and whose dropout only costs speed."""
     target, draft = make_pair("llama")
     for size in (60, 70):
         draft.resize_token_embeddings(size)
@@ -931,7 +931,7 @@ def test_a_drafts_vocabulary_and_context_do_not_change_the_text():
             # Nothing is proposed beyond the target's vocabulary, and what the draft lacks comes last.
             assert max(step.node_tokens) < 64
             assert max(step.node_tokens[:61]) < size
-    short = make_pair("gpt2", max_position_embeddings=32)[1]
+    short = make_pair("gpt2", max_position_embeddings=32, resid_pdrop=0.9)[1].train()
     for length, tree in ((5, "auto"), (31, sequences(2, 5)), (60, (9, 4))):
         assert_as_generate(Decoder(target, short, tree), prompt_of(length), max_new_tokens=30)
 
