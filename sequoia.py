@@ -597,7 +597,7 @@ class TreeStep(Layout):
         place = self.place(self.base, capacity if reads_all else len(text) - 1 + self.tree.size)
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
         vocabulary = self.models[0].vocabulary
-        log_Q = torch.zeros(self.tree.size, vocabulary, device=text.device)     # a leaf's mean nothing
+        log_Q = text.new_zeros(self.tree.size, vocabulary, dtype=torch.float32)        # a leaf's mean nothing
         for parents, fed, proposed in self.passes:
             logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
@@ -746,7 +746,7 @@ class Planner:
             if not untimed:
                 self.plan_again()                # which adds a trial, or sets keep_until
             elif self.steps + tokens_left < WORTH_TRIALS or untimed[0].depth > tokens_left:
-                break                            # a tree that is cut at the text's end tells nothing about it
+                break                            # a tree cut at the text's end tells nothing about the whole
             else:
                 return untimed[0]
         return self.tree
@@ -1117,7 +1117,7 @@ def probe(target, text, logits):
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
     P_again = again[::2].float().softmax(dim=1)
-    differences = (P_again - P).std(dim=1) / P.std(dim=1)
+    differences = (P_again - P).norm(dim=1) / P.norm(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
     # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
