@@ -220,7 +220,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            # A level's nodes can share noise, because only one is reached, and noise above decides which one.
+            # A level's nodes can share noise, because only one is reached, and levels above decide which one.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
@@ -614,7 +614,8 @@ class TreeStep(Layout):
             children = self.children[rows, :k]
             scores = scores_of(logits[rows], is_draft=False, nodes=self.nodes[rows])
             P = method.target_P(scores, self.rand)
-            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
+            # A leaf has nothing to verify, and SpecTr would bisect all the same.
+            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k]) if k else (0, P)
 
         chosen_walk = walk_without_branches if self.static else walk
         path, weights = chosen_walk(self, try_children)
@@ -1007,8 +1008,8 @@ class Decoder:
         if streamer:
             streamer.end()
         steps = 1 + planner.steps - steps_before        # the planner leaves out the prompt's pass
-        added = ids.shape[1] - input_ids.shape[1]
-        self.report = Report(added, steps, time.perf_counter() - begun, planner.tree)
+        self.report = Report(
+            ids.shape[1] - input_ids.shape[1], steps, time.perf_counter() - begun, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
         return ids
@@ -1087,7 +1088,7 @@ def check_fit(model):
                          f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
                          f"or a pipeline's model")
     config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
         "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
@@ -1116,8 +1117,7 @@ def probe(target, text, logits):
     again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
-    P_again = again[::2].float().softmax(dim=1)
-    differences = (P_again - P).norm(dim=1) / P.norm(dim=1)
+    differences = (again[::2].float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
     # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
