@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "chain", "expected_tokens",
@@ -316,27 +316,28 @@ def propose_different(log_Q, k, rand):
     return most_likely(log_Q + gumbel_noise(rand(*log_Q.shape)), k)
 
 def verify_nodes(P, log_Q, tokens, u, replacement=False):
-    """Algorithm 2 in rows: `verify_one_node`, but where no child is accepted the rank is k. Returns ranks,
-    (rows,), and weights, (rows, V), from which a row of rank k draws its token. replacement: whether a
-    rejected token stays in the draft (SpecInfer, section 8)."""
+    """`verify_one_node` in rows. Returns the accepted children's ranks, (rows,), and weights, (rows, V), from
+    which a row of rank NONE draws. replacement: whether a rejected token stays in the draft (SpecInfer)."""
     R = P
-    accepted = torch.zeros_like(tokens, dtype=torch.bool)
+    accepted = []
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
         # A missing child takes nothing from R. (Its s marks token 0 as tried, but only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
-        accepted[:, rank, None] = exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s))
-        if len(P) == 1 and accepted[0, rank]:
+        accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
+        if len(P) == 1 and accepted[-1]:
             break                               # one row, as in `walk` (never in a graph), needs no more
-        R = normalize((R - D).clamp(min=0), p=1)
+        R = (R - D).clamp(min=0) + 1e-20 * P            # P where rounding has left nothing of R
+        R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
-    return first_accepted(accepted), R + 1e-20 * P        # P where rounding has left nothing of R
+    return first_accepted(torch.cat(accepted, dim=1)), R
 
 def first_accepted(accepted):
-    """How many children are rejected before one is accepted: its rank, or k if there is none, (rows,)."""
-    return (~accepted).cumprod(dim=1).sum(dim=1)
+    """The rank of the first accepted child in each row, (rows, k) -> (rows,), or NONE."""
+    found, rank = accepted.max(dim=1)           # among equals the first
+    return torch.where(found, rank, NONE)
 
 def distribution(scores, rand):
     return scores.softmax(dim=1)
@@ -435,13 +436,13 @@ class Layout:
 
             parents      [0]        [1]      the nodes with children on the level above
             fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
-            proposed     [[1, 2]]   [[3]]    the children of each parent, padded with NONE"""
+            proposed     [[1, 2]]   [[3]]    each parent's children, padded with 4 (no later pass reads it)"""
 
     def __init__(self, tree, device):
         ids = partial(torch.tensor, device=device)
 
-        def padded(rows):
-            return ids([*zip_longest(*rows, fillvalue=NONE)]).T
+        def padded(rows, padding):
+            return ids([*zip_longest(*rows, fillvalue=padding)]).T
 
         self.tree = tree
         self.nodes = ids(range(tree.size))
@@ -450,11 +451,11 @@ class Layout:
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.width = max(map(len, tree.children))
-        self.children = padded([[*children, NONE] for children in tree.children])
+        self.children = padded([[*children, NONE] for children in tree.children], NONE)
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents])
+            proposed = padded([tree.children[node] for node in parents], tree.size)
             self.passes.append((ids(parents), ids(parents if level else [tree.size, 0]), proposed))
 
     def place(self, base, visible):
@@ -552,21 +553,21 @@ class Step(NamedTuple):
         """The tokens that this step adds to the text."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-class TreeStep(Layout):
+class TreeStep:
     """The step with one tree: draft, score, verify, keep. A captured graph keeps using the memory it was
     captured with, so larger caches need a new TreeStep. models: the target and the draft. static: whether
     shapes are fixed and the host reads no value, so that the second call can capture the step as a graph."""
 
     def __init__(self, tree, models, generator=None, static=False):
         device = models[0].store.device
-        super().__init__(tree, device)
+        self.layout = Layout(tree, device)
         self.models = models
         self.generator = generator
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
-        self.base = self.nodes.new_zeros(1)
+        self.base = self.layout.nodes.new_zeros(1)
         # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
-        self.tokens = self.nodes.new_full([tree.size + 2], NONE)
+        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
         self.graph = self.result = None
 
     def __call__(self, text, sampling):
@@ -583,42 +584,42 @@ class TreeStep(Layout):
         else:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
-        return Step(self.tree, node_tokens, self.tree.paths[node][1:], token, time.perf_counter() - begun)
+        tree = self.layout.tree
+        return Step(tree, node_tokens, tree.paths[node][1:], token, time.perf_counter() - begun)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
         tokens = self.tokens
+        layout = self.layout
         method = sampling.method
-        scores_of = partial(sampling.node_scores, tree=self.tree, tokens=tokens, text=text)
+        scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
         # So does any step on a GPU, where attention over a new number of slots has to be set up first.
         reads_all = self.static or text.is_cuda
         capacity = self.models[0].store.shape[2]
-        place = self.place(self.base, capacity if reads_all else len(text) - 1 + self.tree.size)
+        place = layout.place(self.base, capacity if reads_all else len(text) - 1 + layout.tree.size)
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
         vocabulary = self.models[0].vocabulary
-        log_Q = text.new_zeros(self.tree.size, vocabulary, dtype=torch.float32)        # a leaf's mean nothing
-        for parents, fed, proposed in self.passes:
+        log_Q = text.new_zeros(layout.tree.size, vocabulary, dtype=torch.float32)      # a leaf's mean nothing
+        for parents, fed, proposed in layout.passes:
             logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
-            tokens[-1].fill_(NONE)                  # because it got what was proposed for the padding
         # 3. The target scores it, in one pass.
-        logits = self.models[0].logits(tokens, self.nodes, place)                       # (size, V)
+        logits = self.models[0].logits(tokens, layout.nodes, place)                     # (size, V)
         # 4. Algorithm 2 walks down from the root.
-        u = self.rand(self.tree.size, self.width)
+        u = self.rand(len(logits), layout.width)
 
         def try_children(rows, k):
-            children = self.children[rows, :k]
-            scores = scores_of(logits[rows], is_draft=False, nodes=self.nodes[rows])
+            children = layout.children[rows, :k]
+            scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
             P = method.target_P(scores, self.rand)
-            # A leaf has nothing to verify, and SpecTr would bisect all the same.
-            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k]) if k else (0, P)
+            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k]) if k else (NONE, P)
 
         chosen_walk = walk_without_branches if self.static else walk
-        path, weights = chosen_walk(self, try_children)
+        path, weights = chosen_walk(layout, try_children)
         # 5. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         # 6. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
@@ -655,7 +656,7 @@ def walk(layout, try_children):
         node = path[-1]
         children = layout.tree.children[node]
         rank, weights = try_children(slice(node, node + 1), len(children))
-        if rank == len(children):
+        if rank == NONE:
             return layout.nodes.new_tensor(path), weights
         path.append(children[rank])
 
@@ -663,7 +664,7 @@ def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.width)
-    # A child's number is larger than its parent's. Rank k gathers NONE instead, so `maximum` keeps the node.
+    # A child's number is larger than its parent's. The rank NONE reads the last column, which is all NONE.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in layout.passes:
@@ -732,10 +733,10 @@ class Planner:
         self.accepted = Counter()   # and how often it was accepted
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
-        self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
+        self.tree = self.branched = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
+        self.straight = chain(self.branched.size - 1)
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
-        # The trees that "auto" times: these, on whose order `latency` relies, and later others.
-        self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)] if shape == "auto" else []
+        self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.rates(), *shape)
@@ -771,8 +772,8 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        branched, _, straight, *_ = self.trials         # of one size, so only draft passes tell them apart
-        c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
+        longer = least[self.straight] - least[self.branched]        # by draft passes alone: one size
+        c = max(0.0, longer / (self.straight.depth - self.branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
@@ -886,7 +887,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
     tokens = torch.cat([tokens, draw(weights, rand(len(P), 1))], dim=1)
-    return torch.where(rank < k, rank, NONE), tokens.gather(1, rank[:, None])[:, 0]
+    return rank, tokens[range(len(P)), rank]
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
 # A call goes through these, of which the third is transformers' own:
@@ -960,9 +961,8 @@ class Decoder:
         # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
         step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
-        # An offloaded model's pass needs the host.
-        can_capture = target.device.type == "cuda" and not hasattr(target, "_sequoia_offloaded")
-        self.cuda_graph = cuda_graph and can_capture
+        is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
+        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
         self.kept_step = lru_cache(16)(
             lambda tree, is_static, _capacity, _settings: TreeStep(tree, models, step_generator, is_static))
