@@ -96,13 +96,13 @@ class Tree(tuple):
         self.depths = [len(path) - 1 for path in self.paths]
         self.depth = self.depths[-1] + 1
 
-    def drawing(self, labels):
+    def picture(self, labels):
         """A line for each node, below its parent's line and indented. labels: (size,)."""
         order = sorted(range(self.size), key=self.paths.__getitem__)
         return "\n".join("    " * self.depths[node] + str(labels[node]) for node in order)
 
     def __str__(self):
-        return self.drawing(range(self.size))
+        return self.picture(range(self.size))
 
 NO_TREE = Tree([NONE])         # the root alone: plain decoding
 
@@ -225,7 +225,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
-    say(tree.drawing([word(node_text[-1]) for node_text in texts]))
+    say(tree.picture([word(node_text[-1]) for node_text in texts]))
     # 2. The target scores every node's text. (Section 6 does this in one pass.)
     scores = [target(node_text) for node_text in texts]
     # 3. Algorithm 2 walks down from the root, as long as a child is accepted.
@@ -371,7 +371,7 @@ class Sampling:
         self.reads_text = len(blind) < len(processors)
         # The key of plans and TreeSteps. Processors that read the text are left out, because nothing is
         # captured with them, and a plan need not be exact.
-        self.settings = method, self.reads_text, *blind
+        self.key = method, self.reads_text, *blind
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -431,7 +431,7 @@ class Layout:
                     [0, 1, 1, 2, -1]]             position minus base, likewise
         mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
-        width      2                              the most children that a node has
+        branching  2                              the most children that a node has
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
 
             parents      [0]        [1]      the nodes with children on the level above
@@ -450,7 +450,7 @@ class Layout:
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
-        self.width = max(map(len, tree.children))
+        self.branching = max(map(len, tree.children))
         self.children = padded([[*children, NONE] for children in tree.children], NONE)
         self.passes = []
         for level in range(tree.depth - 1):
@@ -473,7 +473,7 @@ class Layout:
 class CachedModel:
     """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
     store: the first layer's keys, its values, the second layer's keys, and so on, padded to one shape so that
-    one operation can move them all, (2 * layers, most heads, capacity, largest width)."""
+    one operation can move them all, (2 * layers, most heads, capacity, largest head size)."""
 
     def __init__(self, model):
         check_fit(model)                         # see section 9
@@ -503,8 +503,8 @@ class CachedModel:
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
         if not len(self.store):                         # the first text shows how large entries are
-            heads, _, width = np.max([states.shape for states in layers], axis=0)
-            self.store = layers[0].new_empty(len(layers), heads, capacity, width)
+            heads, _, head_size = np.max([states.shape for states in layers], axis=0)
+            self.store = layers[0].new_empty(len(layers), heads, capacity, head_size)
         # Clear what an earlier text left. A masked slot has weight 0, but 0 times NaN is NaN.
         self.store.zero_()
         for stored, states in zip(self.store, layers):
@@ -602,7 +602,7 @@ class TreeStep:
         vocabulary = self.models[0].vocabulary
         log_Q = text.new_zeros(layout.tree.size, vocabulary, dtype=torch.float32)      # a leaf's mean nothing
         for parents, fed, proposed in layout.passes:
-            logits = widened(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
+            logits = resized(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
@@ -610,7 +610,7 @@ class TreeStep:
         # 3. The target scores it, in one pass.
         logits = self.models[0].logits(tokens, layout.nodes, place)                     # (size, V)
         # 4. Algorithm 2 walks down from the root.
-        u = self.rand(len(logits), layout.width)
+        u = self.rand(len(logits), layout.branching)
 
         def try_children(rows, k):
             children = layout.children[rows, :k]
@@ -663,7 +663,7 @@ def walk(layout, try_children):
 def walk_without_branches(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
-    rank, weights = try_children(slice(None), layout.width)
+    rank, weights = try_children(slice(None), layout.branching)
     # A child's number is larger than its parent's. The rank NONE reads the last column, which is all NONE.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
@@ -671,7 +671,7 @@ def walk_without_branches(layout, try_children):
         path.append(following[path[-1]])
     return torch.cat(path), weights[path[-1]]
 
-def widened(logits, vocabulary):
+def resized(logits, vocabulary):
     """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
     missing = vocabulary - logits.shape[1]
     return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
@@ -965,7 +965,7 @@ class Decoder:
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
         self.kept_step = lru_cache(16)(
-            lambda tree, is_static, _capacity, _settings: TreeStep(tree, models, step_generator, is_static))
+            lambda tree, is_static, _capacity, _key: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
@@ -994,7 +994,7 @@ class Decoder:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
             logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
-        planner = self.planners[sampling.settings]
+        planner = self.planners[sampling.key]
         steps_before = planner.steps
         ids = input_ids.long()
         for token in self.tokens_after(ids[0], sampling, planner, stopping_criteria.max_length or np.inf):
@@ -1041,7 +1041,7 @@ class Decoder:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            step = self.kept_step(tree, is_static, capacity, sampling.settings)(text, sampling)
+            step = self.kept_step(tree, is_static, capacity, sampling.key)(text, sampling)
             planner.learn(step)
 
     def choose_tree(self, planner, length, left, is_static):
@@ -1318,7 +1318,7 @@ class ExplainingDecoder(Decoder):
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
         def scores(model, is_draft, text):
-            logits = widened(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
+            logits = resized(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
             shaped = sampling.processed(text[None], logits, is_draft)[0].double()
             if sampling.method.target_P is likeliest_token:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.

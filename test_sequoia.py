@@ -71,7 +71,7 @@ def test_siblings_never_see_each_other_but_every_node_sees_its_ancestors_and_its
 def test_a_tree_knows_its_shape():
     tree = Tree([-1, 0, 0, 0, 1, 1, 4])
     assert tree.children == [[1, 2, 3], [4, 5], [], [], [6], [], []]
-    assert tree.drawing("abcdefg").split() == ["a", "b", "e", "g", "f", "c", "d"]
+    assert tree.picture("abcdefg").split() == ["a", "b", "e", "g", "f", "c", "d"]
     assert sequences(2, 3) == Tree([-1, 0, 0, 1, 2, 3, 4])
     assert k_ary(2, 3) == Tree([-1, 0, 0, 1, 1, 2, 2])
     assert (k_ary(1, 4), k_ary(3, 1)) == (chain(3), NO_TREE)
