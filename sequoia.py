@@ -21,8 +21,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each builds on those before it (6 also asks 9 whether a model fits). What
-must still hold after you change a section, as test_sequoia.py checks:
+Sections 1 to 7 are the method, and each builds on those before it (6 also asks 9 whether a model fits, and
+takes a faster pass from 10). What must still hold after you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
     4            no other tree of that size and depth has more expected tokens
@@ -135,8 +135,8 @@ def gumbel_noise(u):
 
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
-    is drawn in the same way from the other tokens. The earliest times are the largest log p_i - log E_i. The
-    53 bits of u matter: p = 1e-9 needs an E of about 1e-9, but a float32 u ends 6e-8 below 1."""
+    is drawn in the same way from the other tokens. The earliest E / p has the largest log p - log E. The 53
+    bits of u matter: p = 1e-9 needs an E of about 1e-9, but a float32 u ends 6e-8 below 1."""
     E = -u.log()
     return -E.float().log()
 
@@ -208,9 +208,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and clamped to 700 below the highest, because lower ones become
-    probabilities of 0, which Algorithm 2 takes as equally likely. No node may have more children than there
-    are tokens. say, word: see `verify_one_node`."""
+    must be finite (see `never_ruled_out`), and at most 700 below the highest, as lower ones become 0, and to
+    Algorithm 2 all tokens of probability 0 are alike. No node may have more children than there are tokens.
+    say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -220,7 +220,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            # A level's nodes can share noise, because only one is reached, and levels above decide which one.
+            # A level's nodes can share noise: one of them is reached, and which one does not depend on it.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
@@ -269,9 +269,9 @@ def optimal_tree(acceptance_rates, size, depth=None):
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
     Below a node there may be n nodes: a child and its descendants take m of them, its younger siblings and
-    theirs the rest. The most expected tokens that these n nodes add are
+    theirs the rest. The most expected tokens that these n nodes add are, for the best m,
 
-        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],    for the best m,
+        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
     where `younger` is the same for the next rank, and `below` for the first rank one level further down. All
     are 0 for no nodes, and -inf for more nodes than have a place."""
@@ -290,7 +290,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
             # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             shares[level, rank] = 1 + value.argmax(axis=1)
-            younger = np.maximum(no_child, value.max(axis=1))   # which sets the value of no nodes, 0
+            younger = value.max(axis=1)
+            younger[0] = 0.0                                    # for no nodes, which have no m
         below = younger
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
@@ -323,7 +324,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
         s = token.clamp(min=0)
         exists = token != NONE
-        # A missing child takes nothing from R. (Its s marks token 0 as tried, but only missing ones follow.)
+        # A missing child takes nothing from R. (Its s is 0, which is harmless, as only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
@@ -350,22 +351,20 @@ class Method(NamedTuple):
     shares_noise: bool = False   # gumbel alone: both models' scores get the same noise
 
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
-# like. They shape the draft, too, because a draft shaped like the target is accepted more often. (Any draft
-# is lossless, if the scores that propose are those that verify.) But a token that one of these cuts from the
-# draft is only lowered, because the target may keep it:
+# like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
+# that one of these cuts from the draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
-    length) and (1, V). Where all of them are in TEXT_BLIND, they get no ids, but any number of rows. ends:
-    the token that ends a text, several of them, or None."""
+    length) and (1, V). If all are in TEXT_BLIND, they get no ids, but any rows. end_tokens: ids, or None."""
 
-    def __init__(self, method, processors, ends=None):
+    def __init__(self, method, processors, end_tokens=None):
         self.method = method
         self.processors = processors
-        self.ends = {NONE, *np.ravel(ends)}
+        self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [(type(processor), *vars(processor).values()) for processor in processors
                  if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
@@ -382,7 +381,7 @@ class Sampling:
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
             # After an end or a missing child scores are not used, and a grammar's processor might raise.
-            if not self.ends.intersection(path.tolist()):
+            if not self.end_tokens.intersection(path.tolist()):
                 row = self.processed(torch.cat([text, path])[None], row, is_draft)
             rows.append(row)
         return torch.cat(rows)
@@ -436,7 +435,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes with children on the level above
             fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
-            proposed     [[1, 2]]   [[3]]    each parent's children, padded with 4 (no later pass reads it)"""
+            proposed     [[1, 2]]   [[3]]    each parent's children, padded with 5, where nobody reads"""
 
     def __init__(self, tree, device):
         ids = partial(torch.tensor, device=device)
@@ -455,7 +454,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], tree.size)
+            proposed = padded([tree.children[node] for node in parents], tree.size + 1)
             self.passes.append((ids(parents), ids(parents if level else [tree.size, 0]), proposed))
 
     def place(self, base, visible):
@@ -480,7 +479,7 @@ class CachedModel:
         self.model = model
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["every layer"]     # as all layers may be alike
+        kinds = getattr(config, "layer_types", None) or ["every layer"]     # where one mask is for all
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
         self.context = context_of(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
@@ -566,8 +565,8 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        # The nodes' tokens, then previous, and in the last place, which the padding of children reads, NONE.
-        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)
+        # The nodes' tokens, then previous, what is proposed for padding, and NONE for the padded children.
+        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)
         self.graph = self.result = None
 
     def __call__(self, text, sampling):
@@ -575,7 +574,7 @@ class TreeStep:
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[:1] = text[-1:]
-        self.tokens[-2:-1] = text[-2:-1]
+        self.tokens[-3:-2] = text[-2:-1]
         # If static, call 1 warms up, call 2 captures and replays, and later ones replay.
         if self.static and self.result is not None and not self.graph:
             self.capture(text, sampling)
@@ -589,26 +588,26 @@ class TreeStep:
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
+        target, draft = self.models
         tokens = self.tokens
         layout = self.layout
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
-        # So does any step on a GPU, where attention over a new number of slots has to be set up first.
+        # So does any step on a GPU, where attention chooses its kernels anew for each new number of slots.
         reads_all = self.static or text.is_cuda
-        capacity = self.models[0].store.shape[2]
+        capacity = target.store.shape[2]
         place = layout.place(self.base, capacity if reads_all else len(text) - 1 + layout.tree.size)
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
-        vocabulary = self.models[0].vocabulary
-        log_Q = text.new_zeros(layout.tree.size, vocabulary, dtype=torch.float32)      # a leaf's mean nothing
+        log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
         for parents, fed, proposed in layout.passes:
-            logits = resized(self.models[-1].logits(tokens, fed, place)[-len(parents) :], vocabulary)
+            logits = resized(draft.logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         # 3. The target scores it, in one pass.
-        logits = self.models[0].logits(tokens, layout.nodes, place)                     # (size, V)
+        logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
         # 4. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.branching)
 
@@ -628,7 +627,7 @@ class TreeStep:
             for model in self.models:
                 entries = model.store.index_select(2, slots[path])
                 model.store.index_copy_(2, slots[: len(path)], entries)
-        return torch.cat([path[-1:], token, tokens[:-2]])
+        return torch.cat([path[-1:], token, tokens[:-3]])
 
     def capture(self, text, sampling):
         try:
@@ -681,13 +680,13 @@ def resized(logits, vocabulary):
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 
-MAX_NODES = 1024                        # of a planned tree
+MAX_NODES = 1024                        # of a tree that is planned, or given by its shape
 MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # trees are compared by the least time of so many last steps
-# Trials need this many steps done and tokens to come together, or the text would not win back their cost.
+# Trials wait until steps done plus tokens left reach this. In less, a text would not win back their cost.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -725,7 +724,8 @@ def size_to_try(planned, sizes):
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest."""
+    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest: a
+    Planner times trials, plans, perhaps times one more and plans again, keeps the plan, and starts anew."""
 
     def __init__(self, shape):
         self.shape = shape
@@ -734,9 +734,10 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.branched = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.straight = chain(self.branched.size - 1)
+        self.straight = chain(FIRST_SHAPE[0] - 1)               # of as many nodes as the first tree
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
         self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
+        self.to_time = [tree for tree in self.trials for _ in range(TIMINGS)]       # in the next steps
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.rates(), *shape)
@@ -744,13 +745,12 @@ class Planner:
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         while self.steps >= self.keep_until:
-            untimed = [tree for tree in self.trials if len(self.seconds[tree]) < TIMINGS]
-            if not untimed:
-                self.plan_again()                # which adds a trial, or sets keep_until
-            elif self.steps + tokens_left < WORTH_TRIALS or untimed[0].depth > tokens_left:
-                break                            # a tree cut at the text's end tells nothing about the whole
+            if not self.to_time:
+                self.plan_again()               # which adds a trial, or sets keep_until
+            elif self.steps + tokens_left < WORTH_TRIALS or self.to_time[0].depth > tokens_left:
+                break                           # a tree cut at the text's end tells nothing about the whole
             else:
-                return untimed[0]
+                return self.to_time[0]
         return self.tree
 
     def plan_again(self):
@@ -759,20 +759,20 @@ class Planner:
             sizes, t, c = self.latency()
             self.tree = plan(self.rates(), sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
-                self.trials.append(self.best_of((size, self.tree.depth + 2)))   # larger, so deeper
+                self.to_time = TIMINGS * [self.best_of((size, self.tree.depth + 2))]    # larger, so deeper
+                self.trials.append(self.to_time[0])
                 return
         else:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
-        # Dropping a time makes `next_tree` time each of the first trials again, as the oldest may be slow.
+        # Before the next plan the first trials are timed once more, which replaces their oldest times.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
-        for tree in self.trials[:3]:
-            self.seconds[tree].popleft()
+        self.to_time = self.trials[:3]
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        longer = least[self.straight] - least[self.branched]        # by draft passes alone: one size
+        longer = least[self.straight] - least[self.branched]    # as their sizes are equal, for draft passes
         c = max(0.0, longer / (self.straight.depth - self.branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
@@ -790,6 +790,8 @@ class Planner:
                     self.accepted[rank] += 1
                     break                               # because the next ones were not tried
         self.seconds[step.tree].append(step.seconds)
+        if step.tree in self.to_time:
+            self.to_time.remove(step.tree)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
@@ -817,11 +819,11 @@ def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
     rho is chosen so that all k children together give token t with probability min(P[t], rho Q[t]):
 
-        one try gives t        with min(P[t] / rho, Q[t]), so any token with the sum of this, beta
-        k tries give a token   with 1 - (1 - beta)^k, because all of them fail with (1 - beta)^k
-        k tries give t         with min(P[t], rho Q[t]) if rho solves 1 - (1 - beta)^k = rho beta, because
-                               then they give every token rho times as often as one try
-        t still lacks          max(P[t] - rho Q[t], 0), the residual. Its sum is the chance that all fail
+        one try accepts t           with min(P[t] / rho, Q[t]). The sum of this over t is beta
+        k tries accept any token    with 1 - (1 - beta)^k, because all of them fail with (1 - beta)^k
+        k tries accept t            with min(P[t], rho Q[t]), which is rho times as often as one try, if rho
+                                    solves 1 - (1 - beta)^k = rho beta
+        t still lacks               max(P[t] - rho Q[t], 0), the residual. It sums to the chance that all fail
 
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
     which is at least as much by the union bound."""
@@ -855,8 +857,7 @@ likeliest_token = partial(own_token, propose_likeliest)
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
     plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
-    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. (Algorithm
-    2 reaches 1 - d, but must not share noise: its test needs a number independent of the proposal.)
+    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2.
 
     The noise depends on seed, position and token alone, so a seed names the text for any tree and draft."""
     @lru_cache(64)          # because both models and the next steps ask for the same few positions' noise
@@ -866,7 +867,7 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# At temperature 0 all methods add the same tokens, which GREEDY finds. With `shared_noise` it samples.
+# At temperature 0 all methods write the same text, which GREEDY finds. With `shared_noise` it samples.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
     "sequoia": Method(propose_different, verify_nodes, distribution),
@@ -965,7 +966,7 @@ class Decoder:
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
         self.kept_step = lru_cache(16)(
-            lambda tree, is_static, _capacity, _key: TreeStep(tree, models, step_generator, is_static))
+            lambda tree, is_static, *captured_with: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
@@ -1007,9 +1008,8 @@ class Decoder:
                 break
         if streamer:
             streamer.end()
-        steps = 1 + planner.steps - steps_before        # the planner leaves out the prompt's pass
-        self.report = Report(
-            ids.shape[1] - input_ids.shape[1], steps, time.perf_counter() - begun, planner.tree)
+        self.report = Report(ids.shape[1] - input_ids.shape[1], 1 + planner.steps - steps_before,
+                             time.perf_counter() - begun, planner.tree)
         if generation_config.return_dict_in_generate:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
         return ids
@@ -1031,14 +1031,13 @@ class Decoder:
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens "
-                                 f"(beyond it longrope would rotate all keys again): lower max_new_tokens")
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
+                                 f"longrope, until all keys would be rotated again): lower max_new_tokens")
             is_static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, is_static)
             # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
             if tree.depth > 1 and step.tree.depth == 1:
-                # Its vocabulary may be padded to a shorter length than the target's.
-                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))
+                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
             step = self.kept_step(tree, is_static, capacity, sampling.key)(text, sampling)
@@ -1110,11 +1109,12 @@ def probe(target, text, logits):
     count = len(logits)
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
-    place = layout.place(len(text) - count, len(text) + count - 1)
-    entries = target.store[:, :, len(text) - count : len(text) + count]
+    base = len(text) - count
+    entries = target.store[:, :, base:]
     kept = entries.clone()
-    # The nodes' tokens are a, b, b, c, c. Compared are nodes 0, 2 and 4: a, and the second twins.
-    again = target.logits(text[-count:].repeat_interleave(2)[1:], layout.nodes, place)
+    # The nodes' tokens are a, b, b, c, c. We compare nodes 0, 2 and 4, which are a and the second twins.
+    tokens = text[base:][layout.tree.depths]
+    again = target.logits(tokens, layout.nodes, layout.place(base, base + layout.tree.size))
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
     differences = (again[::2].float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
@@ -1200,7 +1200,7 @@ def pack(model):
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     # of Python in that run, such as a mixture's experts, is then final, so a trace is used only if it gives
-    # the same outputs, also for other examples. It cannot hold packed weights, so its module owns them.
+    # the same outputs, also for other examples. Its constants cannot be packed weights: a module owns these.
     module = nn.Module()
     module.model = model
     module.forward = cached.forward

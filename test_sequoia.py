@@ -340,7 +340,7 @@ def test_only_logits_are_rounded_and_whatever_a_draft_says_its_scores_stay_finit
 
 @quick
 def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended_but_a_prompt_may_close_with_an_end():
-    sampling = Sampling(METHODS["sequoia"], [lambda ids, scores: scores + ids.sum()], ends=[9])
+    sampling = Sampling(METHODS["sequoia"], [lambda ids, scores: scores + ids.sum()], end_tokens=[9])
     text = torch.tensor([5, 9])
     tree = Tree([-1, 0, 0, 0, 1, 2])
     tokens = torch.tensor([9, 2, 9, NONE, 3, 4, 5, NONE])
