@@ -21,8 +21,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each builds on those before it (6 also asks 9 whether a model fits, and
-takes a faster pass from 10). What must still hold after you change a section, as test_sequoia.py checks:
+Sections 1 to 7 are the method, and each builds on those before it (6 also takes a faster pass from 10). What
+must still hold after you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
     4            no other tree of that size and depth has more expected tokens
@@ -469,13 +469,25 @@ class Layout:
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere the slot
         return slots, positions, self.mask[:, columns], read_positions
 
+def context_of(config):
+    """The most tokens that a model can be fed."""
+    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "longrope":          # past this length it rotates earlier keys again, but not cached ones
+            return rope["original_max_position_embeddings"]
+        if kind in ("linear", "yarn"):
+            original = rope.get("original_max_position_embeddings") or trained
+            context = max(context, int(rope["factor"] * original))
+    return context
+
 class CachedModel:
     """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
     store: the first layer's keys, its values, the second layer's keys, and so on, padded to one shape so that
     one operation can move them all, (2 * layers, most heads, capacity, largest head size)."""
 
     def __init__(self, model):
-        check_fit(model)                         # see section 9
         self.model = model
         config = model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
@@ -737,7 +749,7 @@ class Planner:
         self.straight = chain(FIRST_SHAPE[0] - 1)               # of as many nodes as the first tree
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
         self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
-        self.to_time = [tree for tree in self.trials for _ in range(TIMINGS)]       # in the next steps
+        self.to_time = sorted(TIMINGS * self.trials)        # in the next steps, those of one tree in a row
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.rates(), *shape)
@@ -956,18 +968,20 @@ class Decoder:
         self.generator = generator
         self.on_step = on_step
         self.planners = defaultdict(partial(Planner, shape))    # one for each way of sampling
-        self.target = CachedModel(target)
-        self.draft = CachedModel(draft or target)       # because without a tree nothing is drafted
-        models = self.target, self.draft
+        self.target = CachedModel(checked(target))
+        self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
+        models = self.target, self.draft        # a `tree_step` that held `self` would keep the caches alive
         # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
         step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        # TreeSteps are kept for their graphs, which fit only the capacity and settings of their capture.
-        self.kept_step = lru_cache(16)(
-            lambda tree, is_static, *captured_with: TreeStep(tree, models, step_generator, is_static))
         self.probed = False
+
+        @lru_cache(16)          # kept for their graphs, which fit only the capacity and key of their capture
+        def tree_step(tree, is_static, _capacity, _key):
+            return TreeStep(tree, models, step_generator, is_static)
+        self.tree_step = tree_step
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
                  stopping_criteria=(), **kwargs):
@@ -981,9 +995,8 @@ class Decoder:
             if not tokenizer:
                 raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
             criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-        return self.target.model.generate(
-            inputs, generation_config, stopping_criteria=criteria,
-            custom_generate=partial(self, streamer=kwargs.get("streamer")), **kwargs)
+        return self.target.model.generate(inputs, generation_config, stopping_criteria=criteria, **kwargs,
+                                          custom_generate=partial(self, streamer=kwargs.get("streamer")))
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
@@ -1040,7 +1053,7 @@ class Decoder:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            step = self.kept_step(tree, is_static, capacity, sampling.key)(text, sampling)
+            step = self.tree_step(tree, is_static, capacity, sampling.key)(text, sampling)
             planner.learn(step)
 
     def choose_tree(self, planner, length, left, is_static):
@@ -1065,22 +1078,8 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
-# What is refused: models (`check_fit`, `probe`), texts longer than `context_of` them, calls (`check_call`).
-def context_of(config):
-    """The most tokens that a model can be fed."""
-    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind == "longrope":          # past this length it rotates earlier keys again, but not cached ones
-            return rope["original_max_position_embeddings"]
-        if kind in ("linear", "yarn"):
-            original = rope.get("original_max_position_embeddings") or trained
-            context = max(context, int(rope["factor"] * original))
-    return context
-
-def check_fit(model):
-    """Raises ValueError for a model that cannot be fed trees, as far as its configuration tells."""
+def checked(model):
+    """The model. Raises ValueError if it cannot be fed trees, as far as its configuration tells."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
@@ -1096,6 +1095,7 @@ def check_fit(model):
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot verify a tree: {reason}")
+    return model
 
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
 
@@ -1169,7 +1169,7 @@ def pack(model):
     in bfloat16, and traces its pass, which about halves a small model's time. Afterwards do not change, save,
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
     ValueError for an unfit model, and if packing changes the numbers by more than rounding."""
-    cached = CachedModel(model)
+    cached = CachedModel(checked(model))
     if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
