@@ -75,8 +75,7 @@ class Tree(tuple):
 
     size, depth: the numbers of nodes and of levels, with the root's. For each node: depths, its level, 0 for
     the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the root to it.
-    mask, (size, size) bool: which nodes each node sees, those on its path. parents: the plain tuple."""
-    parents = property(tuple)
+    mask, (size, size) bool: which nodes each node sees, those on its path."""
 
     def __init__(self, parents):                # which `tuple` has already stored
         if self[:1] != (NONE,):
@@ -220,7 +219,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            # A level's nodes can share noise: one of them is reached, and which one does not depend on it.
+            # A level's nodes can share noise: at most one is reached, and which one does not depend on it.
             if tree.depths[node] == len(noise):
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
@@ -451,11 +450,12 @@ class Layout:
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.branching = max(map(len, tree.children))
         self.children = padded([[*children, NONE] for children in tree.children], NONE)
+        self.previous = tree.size
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], tree.size + 1)
-            self.passes.append((ids(parents), ids(parents if level else [tree.size, 0]), proposed))
+            proposed = padded([tree.children[node] for node in parents], self.previous + 1)
+            self.passes.append((ids(parents), ids(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
         """The tree's place with its root in slot `base`, a number or (1,), if passes read `visible` slots:
@@ -557,7 +557,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass
+    seconds: float | None            # None for a prompt's pass, and until a step is captured
 
     @property
     def tokens(self):
@@ -577,7 +577,7 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        # The nodes' tokens, then previous, what is proposed for padding, and NONE for the padded children.
+        # The nodes' tokens, then previous, then what is proposed for padding, then NONE for padded children.
         self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)
         self.graph = self.result = None
 
@@ -585,10 +585,11 @@ class TreeStep:
         """One step after two or more tokens. The target's cache lacks the last one, the draft's up to two."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
-        self.tokens[:1] = text[-1:]
-        self.tokens[-3:-2] = text[-2:-1]
-        # If static, call 1 warms up, call 2 captures and replays, and later ones replay.
-        if self.static and self.result is not None and not self.graph:
+        self.tokens[0] = text[-1]
+        self.tokens[self.layout.previous] = text[-2]
+        # If static, call 1 warms up, call 2 captures and replays, and later ones only replay, and are timed.
+        is_timed = self.graph or not self.static
+        if not is_timed and self.result is not None:
             self.capture(text, sampling)
         if self.graph:
             self.graph.replay()
@@ -596,7 +597,8 @@ class TreeStep:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
-        return Step(tree, node_tokens, tree.paths[node][1:], token, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun if is_timed else None
+        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -607,9 +609,8 @@ class TreeStep:
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
         # So does any step on a GPU, where attention chooses its kernels anew for each new number of slots.
-        reads_all = self.static or text.is_cuda
-        capacity = target.store.shape[2]
-        place = layout.place(self.base, capacity if reads_all else len(text) - 1 + layout.tree.size)
+        visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
+        place = layout.place(self.base, visible)
         # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
         log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
         for parents, fed, proposed in layout.passes:
@@ -627,10 +628,10 @@ class TreeStep:
             children = layout.children[rows, :k]
             scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
             P = method.target_P(scores, self.rand)
-            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k]) if k else (NONE, P)
-
-        chosen_walk = walk_without_branches if self.static else walk
-        path, weights = chosen_walk(layout, try_children)
+            if not k:
+                return NONE, P
+            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
+        path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
         # 5. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         # 6. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
@@ -639,7 +640,7 @@ class TreeStep:
             for model in self.models:
                 entries = model.store.index_select(2, slots[path])
                 model.store.index_copy_(2, slots[: len(path)], entries)
-        return torch.cat([path[-1:], token, tokens[:-3]])
+        return torch.cat([path[-1:], token, tokens[: layout.previous]])
 
     def capture(self, text, sampling):
         try:
@@ -736,8 +737,9 @@ def size_to_try(planned, sizes):
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest: a
-    Planner times trials, plans, perhaps times one more and plans again, keeps the plan, and starts anew."""
+    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest. For
+    this it times the trees in `to_time`, plans, may time one more and plan again, keeps the plan until step
+    `keep_until`, and begins again with the first three trees, which are then timed once more."""
 
     def __init__(self, shape):
         self.shape = shape
@@ -777,7 +779,6 @@ class Planner:
         else:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
-        # Before the next plan the first trials are timed once more, which replaces their oldest times.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
         self.to_time = self.trials[:3]
 
@@ -801,9 +802,10 @@ class Planner:
                 if child in step.path:
                     self.accepted[rank] += 1
                     break                               # because the next ones were not tried
-        self.seconds[step.tree].append(step.seconds)
-        if step.tree in self.to_time:
-            self.to_time.remove(step.tree)
+        if step.seconds:
+            self.seconds[step.tree].append(step.seconds)
+            if step.tree in self.to_time:
+                self.to_time.remove(step.tree)
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
@@ -812,8 +814,7 @@ class Planner:
         chance_if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
             # At most the elder sibling's chance_if_tried, because a child is hardly accepted more often.
-            guess = min(guess, chance_if_tried)
-            accepted = self.accepted[rank] + PRIOR_TRIES * guess
+            accepted = self.accepted[rank] + PRIOR_TRIES * min(guess, chance_if_tried)
             chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
             rates.append(chance_tried * chance_if_tried)
             chance_tried *= 1 - chance_if_tried
@@ -976,7 +977,7 @@ class Decoder:
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        self.probed = False
+        self.probed = 0                         # how many tokens of a prompt were scored again
 
         @lru_cache(16)          # kept for their graphs, which fit only the capacity and key of their capture
         def tree_step(tree, is_static, _capacity, _key):
@@ -1037,9 +1038,9 @@ class Decoder:
             if self.on_step:
                 self.on_step(step)
             yield from step.tokens
-            if step.seconds is None and not self.probed:        # only now: the first token need not wait
+            if self.probed < len(logits):       # only now, because the first token need not wait
                 probe(self.target, text, logits)
-                self.probed = len(logits) == PROBE_TOKENS       # because a shorter prompt tells too little
+                self.probed = len(logits)       # of a short prompt it is not enough
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1253,8 +1254,7 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "seed": (7, "of all random numbers; it names the text with --method gumbel or a fixed --tree, but with "
-                "auto the tree, and so the text, depends on the clock", 0, 2**63 - 1),
+    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto heeds the clock", 0, 2**63 - 1),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
