@@ -17,7 +17,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on up to d levels with the largest F(T)
     P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
-    log P, Q     scores, log_Q             log-probabilities up to a constant; -inf means impossible
+    log P, log Q scores, log_Q             log-probabilities up to a constant; -inf means impossible
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
@@ -57,7 +57,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child or token. As an index -1 is the last element, so tensors indexed by NONE have one for it.
+# No parent, child or token. As an index -1 reads the last element, so what NONE may index ends with a spare.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
-    where `younger` is the same for the next rank, and `below` for the first rank one level further down. All
-    are 0 for no nodes, and -inf for more nodes than have a place."""
+    where younger[j] is the most that j nodes add from the next rank on, and below[j] one level further down.
+    Both are 0 for no nodes, and -inf for more nodes than have a place."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
@@ -358,7 +358,7 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
-    length) and (1, V). If all are in TEXT_BLIND, they get no ids, but any rows. end_tokens: ids, or None."""
+    length) and (1, V). If all are in TEXT_BLIND, they get all rows, but no ids. end_tokens: ids, or None."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -709,7 +709,7 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level adds its nodes to the list."""
+    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree."""
     best = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -880,7 +880,7 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# At temperature 0 all methods write the same text, which GREEDY finds. With `shared_noise` it samples.
+# The text at temperature 0, by any method. On scores plus `shared_noise` the same choices are samples.
 GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
 METHODS = {
     "sequoia": Method(propose_different, verify_nodes, distribution),
@@ -901,7 +901,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
     tokens = torch.cat([tokens, draw(weights, rand(len(P), 1))], dim=1)
-    return rank, tokens[range(len(P)), rank]
+    return rank, tokens[range(len(P)), rank]        # at NONE the last one, which was drawn
 
 # --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
 # A call goes through these, of which the third is transformers' own:
@@ -1201,9 +1201,9 @@ def pack(model):
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
     # of Python in that run, such as a mixture's experts, is then final, so a trace is used only if it gives
-    # the same outputs, also for other examples. Its constants cannot be packed weights: a module owns these.
+    # the same outputs, also for other examples.
     module = nn.Module()
-    module.model = model
+    module.model = model            # because the constants of a trace cannot be packed weights
     module.forward = cached.forward
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
