@@ -364,12 +364,11 @@ class Sampling:
         self.method = method
         self.processors = processors
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
-        blind = [(type(processor), *vars(processor).values()) for processor in processors
-                 if type(processor) in TEXT_BLIND]
-        self.reads_text = len(blind) < len(processors)
+        self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
         # The key of plans and TreeSteps. Processors that read the text are left out, because nothing is
         # captured with them, and a plan need not be exact.
-        self.key = method, self.reads_text, *blind
+        self.key = method, self.reads_text, *[(type(processor), *vars(processor).values())
+                                              for processor in processors if type(processor) in TEXT_BLIND]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -437,14 +436,14 @@ class Layout:
             proposed     [[1, 2]]   [[3]]    each parent's children, padded with 5, where nobody reads"""
 
     def __init__(self, tree, device):
-        ids = partial(torch.tensor, device=device)
+        tensor = partial(torch.tensor, device=device)
 
         def padded(rows, padding):
-            return ids([*zip_longest(*rows, fillvalue=padding)]).T
+            return tensor([*zip_longest(*rows, fillvalue=padding)]).T
 
         self.tree = tree
-        self.nodes = ids(range(tree.size))
-        self.offsets = ids([[*range(tree.size), -1], [*tree.depths, -1]])
+        self.nodes = tensor(range(tree.size))
+        self.offsets = tensor([[*range(tree.size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
@@ -455,7 +454,7 @@ class Layout:
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
             proposed = padded([tree.children[node] for node in parents], self.previous + 1)
-            self.passes.append((ids(parents), ids(parents if level else [self.previous, 0]), proposed))
+            self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
         """The tree's place with its root in slot `base`, a number or (1,), if passes read `visible` slots:
@@ -685,8 +684,8 @@ def walk_without_branches(layout, try_children):
 
 def resized(logits, vocabulary):
     """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
-    missing = vocabulary - logits.shape[1]
-    return pad(logits, (0, missing), value=RULED_OUT) if missing else logits
+    lacking = vocabulary - logits.shape[1]
+    return pad(logits, (0, lacking), value=RULED_OUT) if lacking else logits
 
 # --- 7  The planner (paper 4.1) -----------------------------------------------------------------------------
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
@@ -729,7 +728,7 @@ def size_to_try(planned, sizes):
 
     >>> size_to_try(10, [1, 8, 16]), size_to_try(10, [1, 8, 16, 32]), size_to_try(10, [1, 8, 11, 32])
     (32, 13, None)"""
-    if 2 * planned > sizes[-1] and sizes[-1] < MAX_NODES:
+    if sizes[-1] < min(2 * planned, MAX_NODES):
         return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
     # Or halfway to the next timed one, if that is clearly more, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
@@ -737,9 +736,11 @@ def size_to_try(planned, sizes):
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest. For
-    this it times the trees in `to_time`, plans, may time one more and plan again, keeps the plan until step
-    `keep_until`, and begins again with the first three trees, which are then timed once more."""
+    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest:
+
+        before step keep_until      the planned tree is kept
+        then, while to_time lasts   its trees are timed, in texts that are long enough
+        then                        `plan_again` puts one more tree into to_time, or raises keep_until"""
 
     def __init__(self, shape):
         self.shape = shape
@@ -750,7 +751,7 @@ class Planner:
         self.tree = self.branched = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
         self.straight = chain(FIRST_SHAPE[0] - 1)               # of as many nodes as the first tree
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
-        self.trials = [self.branched, NO_TREE, self.straight] if shape == "auto" else []
+        self.trials = [self.branched, self.straight, NO_TREE] if shape == "auto" else []
         self.to_time = sorted(TIMINGS * self.trials)        # in the next steps, those of one tree in a row
 
     def best_of(self, shape):
@@ -758,14 +759,13 @@ class Planner:
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        while self.steps >= self.keep_until:
-            if not self.to_time:
-                self.plan_again()               # which adds a trial, or sets keep_until
-            elif self.steps + tokens_left < WORTH_TRIALS or self.to_time[0].depth > tokens_left:
-                break                           # a tree cut at the text's end tells nothing about the whole
-            else:
-                return self.to_time[0]
-        return self.tree
+        if self.steps >= self.keep_until and not self.to_time:
+            self.plan_again()                   # which adds a trial, or sets keep_until
+        # The last condition: a tree that is cut at the text's end tells nothing about the whole.
+        if self.steps < self.keep_until or self.steps + tokens_left < WORTH_TRIALS \
+                or self.to_time[0].depth > tokens_left:
+            return self.tree
+        return self.to_time[0]
 
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
@@ -780,7 +780,7 @@ class Planner:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
-        self.to_time = self.trials[:3]
+        self.to_time = self.trials[:3]          # NO_TREE last, because the step behind it waits for the draft
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
@@ -804,8 +804,8 @@ class Planner:
                     break                               # because the next ones were not tried
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
-            if step.tree in self.to_time:
-                self.to_time.remove(step.tree)
+            with suppress(ValueError):
+                self.to_time.remove(step.tree)          # if it is among them
 
     def rates(self):
         """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
@@ -1040,7 +1040,7 @@ class Decoder:
             yield from step.tokens
             if self.probed < len(logits):       # only now, because the first token need not wait
                 probe(self.target, text, logits)
-                self.probed = len(logits)       # of a short prompt it is not enough
+                self.probed = len(logits)       # fewer than PROBE_TOKENS if the prompt is short
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1114,11 +1114,11 @@ def probe(target, text, logits):
     entries = target.store[:, :, base:]
     kept = entries.clone()
     # The nodes' tokens are a, b, b, c, c. We compare nodes 0, 2 and 4, which are a and the second twins.
-    tokens = text[base:][layout.tree.depths]
-    again = target.logits(tokens, layout.nodes, layout.place(base, base + layout.tree.size))
+    place = layout.place(base, base + layout.tree.size)
+    again = target.logits(text[base:][layout.tree.depths], layout.nodes, place)[::2]
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
-    differences = (again[::2].float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
+    differences = (again.float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
     # The last one, and the median, because a mixture of experts may round a token to another expert.
     difference = torch.maximum(differences[-1], differences.median())
     # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
@@ -1254,7 +1254,7 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto heeds the clock", 0, 2**63 - 1),
+    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto depends on time", 0, 2**63 - 1),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
@@ -1266,8 +1266,8 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
 def parse(argv):
     parser = argparse.ArgumentParser("sequoia.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, (default, text, *_) in OPTIONS.items():
-        how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
+        kwargs = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kwargs)
     args = parser.parse_args(argv)
     for name, (_, _, *limits) in OPTIONS.items():
         value = getattr(args, name)
@@ -1300,8 +1300,8 @@ def decode_prompt(args):
         message = [{"role": "user", "content": args.prompt}]
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    made = ExplainingDecoder if args.explain else Decoder
-    decoder = made(target, draft, args.tree, args.method, generator)
+    decoder_class = ExplainingDecoder if args.explain else Decoder
+    decoder = decoder_class(target, draft, args.tree, args.method, generator)
     decoder.word = lambda token: repr(tokenizer.decode(token))
     streamer = None if args.explain else transformers.TextStreamer(tokenizer)
     ids = decoder.generate(

@@ -831,7 +831,7 @@ def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_tw
 def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
     planner = Planner("auto")
     planner.trials.append(k_ary(2, 3))
-    for tree, seconds in zip(planner.trials, (2.0, 3.0, 1.0, 2.0)):
+    for tree, seconds in zip(planner.trials, (2.0, 1.0, 3.0, 2.0)):
         planner.seconds[tree] += 4 * [seconds]
     sizes, t, c = planner.latency()
     assert sizes == [1, 7, 8]
