@@ -1040,7 +1040,7 @@ class Decoder:
             yield from step.tokens
             if self.probed < len(logits):       # only now, because the first token need not wait
                 probe(self.target, text, logits)
-                self.probed = len(logits)       # fewer than PROBE_TOKENS if the prompt is short
+                self.probed = len(logits)       # after a short prompt a longer one is probed again
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1254,7 +1254,7 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto depends on time", 0, 2**63 - 1),
+    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto goes by timing", 0, 2**63 - 1),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
