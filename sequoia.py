@@ -21,25 +21,26 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
-Sections 1 to 7 are the method, and each builds on those before it (6 also takes a faster pass from 10). What
+Sections 1 to 9 are the method, and each builds on those before it (7 also takes a faster pass from 13). What
 must still hold after you change a section, as test_sequoia.py checks:
 
-    2, 3, 5, 8   every token follows the target's distribution, for any draft and any tree
-    4            no other tree of that size and depth has more expected tokens
-    6            a node's logits depend on its path alone; moved entries equal a fresh pass's; Sequoia's step
-                 adds what `step_plainly` adds from the same random numbers, also as a CUDA graph
-    7            on simulated machines, even noisy ones, the planner's tree comes near the fastest
-    9            the text of `generate` up to rounding (sampled, its distribution), or an error
-    10           offloaded, the same numbers; packed and traced, the same up to rounding
+    2, 3, 5, 6, 10   every token follows the target's distribution, for any method, draft and tree
+    4                no other tree of that size and depth has more expected tokens
+    7                a node's logits depend on its path alone
+    8                a step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph,
+                     and leaves in the caches what a fresh pass over the text would write there
+    9                on simulated machines, even noisy ones, the planner's tree comes near the fastest
+    11, 12           the text of `generate` up to rounding (sampled, its distribution), or an error
+    13               offloaded, the same numbers; packed and traced, the same up to rounding
 
-    python sequoia.py                                            # section 11: decodes with the bundled pair
+    python sequoia.py                                            # section 14: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones. MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, sys, time, warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -57,7 +58,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child or token. As an index -1 reads the last element, so what NONE may index ends with a spare.
+# No parent, child or token. As an index -1 reads the last element, so what NONE may index has a spare there.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -73,9 +74,10 @@ class Tree(tuple):
             3
         2
 
-    size, depth: the numbers of nodes and of levels, with the root's. For each node: depths, its level, 0 for
-    the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the root to it.
-    mask, (size, size) bool: which nodes each node sees, those on its path."""
+    size, depth, branching: how many nodes and levels there are (the root's is one), and how many children a
+    node has at most. For each node: depths, its level, 0 for the root; ranks, its place among its siblings,
+    from 0; children; paths, the nodes from the root to it. mask, (size, size) bool: which nodes each node
+    sees, those on its path."""
 
     def __init__(self, parents):                # which `tuple` has already stored
         if self[:1] != (NONE,):
@@ -94,11 +96,12 @@ class Tree(tuple):
             self.children[parent].append(node)
         self.depths = [len(path) - 1 for path in self.paths]
         self.depth = self.depths[-1] + 1
+        self.branching = max(map(len, self.children))
 
     def picture(self, labels):
         """A line for each node, below its parent's line and indented. labels: (size,)."""
-        order = sorted(range(self.size), key=self.paths.__getitem__)
-        return "\n".join("    " * self.depths[node] + str(labels[node]) for node in order)
+        lines = sorted(zip(self.paths, labels))
+        return "\n".join("    " * (len(path) - 1) + str(label) for path, label in lines)
 
     def __str__(self):
         return self.picture(range(self.size))
@@ -121,12 +124,11 @@ def k_ary(k, depth):
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
 UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, because the target may want it
-FAR_BELOW = 100         # top-k, top-p and min-p lower a draft's token by this, for the same reason
-TRIED = -1e30           # a rejected token: below all possible ones; finite, as a row of -inf has no softmax
+FAR_BELOW = 100         # what top-k, top-p or min-p cut from a draft is lowered by this, for the same reason
+TRIED = -1e30           # a rejected token: below all others, but finite, because a row of -inf has no softmax
 
-def uniform(rows, n, generator=None, device=None):
-    """Random numbers u with 0 <= u < 1 and 53 random bits, (rows, n)."""
-    return torch.rand(rows, n, generator=generator, dtype=torch.float64, device=device)
+# Random numbers u with 0 <= u < 1 and 53 random bits: uniform(rows, n) -> (rows, n).
+uniform = partial(torch.rand, dtype=torch.float64)
 
 def gumbel_noise(u):
     """Noise that turns choosing into sampling: the k largest of scores + noise are k different tokens, drawn
@@ -134,7 +136,7 @@ def gumbel_noise(u):
 
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
-    is drawn in the same way from the other tokens. The earliest E / p has the largest log p - log E. The 53
+    is drawn in the same way from the other tokens. The smallest E / p is the largest log p - log E. The 53
     bits of u matter: p = 1e-9 needs an E of about 1e-9, but a float32 u ends 6e-8 below 1."""
     E = -u.log()
     return -E.float().log()
@@ -207,9 +209,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and at most 700 below the highest, as lower ones become 0, and to
-    Algorithm 2 all tokens of probability 0 are alike. No node may have more children than there are tokens.
-    say, word: see `verify_one_node`."""
+    must be finite (see `never_ruled_out`), and at most 700 below the highest, because probabilities of lower
+    ones become 0, and then Algorithm 2 holds them for equal, but the noise does not. No node may have more
+    children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -219,16 +221,16 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            # A level's nodes can share noise: at most one is reached, and which one does not depend on it.
-            if tree.depths[node] == len(noise):
+            if tree.depths[node] == len(noise):         # the first one on its level
+                # All of a level can use the same noise: at most one is reached, whatever the noise is.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
     say(tree.picture([word(node_text[-1]) for node_text in texts]))
-    # 2. The target scores every node's text. (Section 6 does this in one pass.)
+    # 2. The target scores every node's text. (Section 8 does this in one pass.)
     scores = [target(node_text) for node_text in texts]
     # 3. Algorithm 2 walks down from the root, as long as a child is accepted.
-    u = rand(tree.size, max(map(len, tree.children)))
+    u = rand(tree.size, tree.branching)
     node = 0
     while True:
         children = tree.children[node]
@@ -267,13 +269,13 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    Below a node there may be n nodes: a child and its descendants take m of them, its younger siblings and
-    theirs the rest. The most expected tokens that these n nodes add are, for the best m,
+    Of n nodes below a node a child takes m, itself and its descendants, and its younger siblings take the
+    others, with their descendants. The most expected tokens that the n nodes add are, for the best m,
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
-    where younger[j] is the most that j nodes add from the next rank on, and below[j] one level further down.
-    Both are 0 for no nodes, and -inf for more nodes than have a place."""
+    where below[j] is the most that j nodes add below the child, and younger[j] the most that they add as its
+    younger siblings with descendants. Both are 0 for no nodes, and -inf if so many nodes have no place."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
@@ -281,16 +283,16 @@ def optimal_tree(acceptance_rates, size, depth=None):
     no_child = np.full(size, -np.inf)                                                       # (n,)
     no_child[0] = 0.0
     below = no_child                                            # below the last level no node has a place
-    shares = {}                                                 # by level and rank: the best m for each n
+    best_m = {}                                                 # by level and rank: for each n
     for level in reversed(range(depth - 1)):
         row = rates[min(level, len(rates) - 1)]
         younger = no_child
         for rank in reversed(range(len(row))):
             # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
-            shares[level, rank] = 1 + value.argmax(axis=1)
+            best_m[level, rank] = 1 + value.argmax(axis=1)
             younger = value.max(axis=1)
-            younger[0] = 0.0                                    # for no nodes, which have no m
+            younger[0] = 0.0                                    # because no nodes have no m
         below = younger
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
@@ -300,13 +302,13 @@ def optimal_tree(acceptance_rates, size, depth=None):
     for node, (_, level, left) in enumerate(nodes):
         rank = 0
         while left > 0:
-            share = shares[level, rank][left]
-            nodes.append((node, level + 1, share - 1))
-            left -= share
+            taken = best_m[level, rank][left]
+            nodes.append((node, level + 1, taken - 1))
+            left -= taken
             rank += 1
     return Tree(parent for parent, _, _ in nodes)
 
-# --- 5  Many nodes at once, and logits processors -----------------------------------------------------------
+# --- 5  Many nodes at once ----------------------------------------------------------------------------------
 # From here on a row is a node: P, R and the draft's scores log_Q are (rows, V), tokens and u (rows, k). Where
 # a logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
 # are *missing children*: their token is NONE, they come last, and they are never accepted.
@@ -320,15 +322,15 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     which a row of rank NONE draws. replacement: whether a rejected token stays in the draft (SpecInfer)."""
     R = P
     accepted = []
-    for rank, token in enumerate(tokens.T[:, :, None]):                                     # (rows, 1)
-        s = token.clamp(min=0)
+    for rank in range(tokens.shape[1]):
+        token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
-        # A missing child takes nothing from R. (Its s is 0, which is harmless, as only missing ones follow.)
-        D = log_Q.softmax(dim=1) * exists
+        s = token.clamp(min=0)                  # of a missing child 0, which does no harm below
+        D = log_Q.softmax(dim=1) * exists       # because a missing child must take nothing from R
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
             break                               # one row, as in `walk` (never in a graph), needs no more
-        R = (R - D).clamp(min=0) + 1e-20 * P            # P where rounding has left nothing of R
+        R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
@@ -339,36 +341,39 @@ def first_accepted(accepted):
     found, rank = accepted.max(dim=1)           # among equals the first
     return torch.where(found, rank, NONE)
 
-def distribution(scores, rand):
-    return scores.softmax(dim=1)
-
 class Method(NamedTuple):
-    """How children are proposed and verified: by Sequoia's functions above, or by others in section 8."""
-    propose: Callable            # log_Q, k, rand -> tokens, (rows, k)
-    verify: Callable             # P, log_Q, tokens, u -> ranks and weights
-    target_P: Callable           # the target's scores, rand -> P, or its own token as a one-hot P
-    shares_noise: bool = False   # gumbel alone: both models' scores get the same noise
+    """How children are proposed and verified: by Sequoia's functions above, or by others in section 10."""
+    propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
+    verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
+    choose: Callable | None = None      # like propose: how the target chooses its own token beforehand, if so
 
+    def target_P(self, scores, rand):
+        """P from the target's scores, (rows, V): if it chooses beforehand, 1 for its token, 0 elsewhere."""
+        if not self.choose:
+            return scores.softmax(dim=1)
+        token = self.choose(scores, 1, rand)
+        return (torch.arange(scores.shape[1], device=scores.device) == token).to(scores)
+
+# --- 6  Logits processors -----------------------------------------------------------------------------------
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
 # that one of these cuts from the draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
+# These do not look at the text. Others may, so they are called node by node, slowly, and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
-    """A method, and the logits processors that shape both models' scores: functions of ids and scores, (1,
-    length) and (1, V). If all are in TEXT_BLIND, they get all rows, but no ids. end_tokens: ids, or None."""
+    """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
+    scores, (1, V); but if all are in TEXT_BLIND, of None and (rows, V). end_tokens: ids, or None."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
         self.processors = processors
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
-        self.reads_text = any(type(processor) not in TEXT_BLIND for processor in processors)
-        # The key of plans and TreeSteps. Processors that read the text are left out, because nothing is
-        # captured with them, and a plan need not be exact.
-        self.key = method, self.reads_text, *[(type(processor), *vars(processor).values())
-                                              for processor in processors if type(processor) in TEXT_BLIND]
+        blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
+        self.reads_text = len(blind) < len(processors)
+        # Texts of one key share plans and graphs. (With processors that read the text nothing is captured.)
+        self.key = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -393,7 +398,7 @@ class Sampling:
             scores = shaped
         return scores
 
-# --- 6  The tree in a model's cache, and the step on a device -----------------------------------------------
+# --- 7  The tree in a model's cache -------------------------------------------------------------------------
 # How can one pass score a whole tree? All nodes go into the KV cache side by side. Each gets the position it
 # would have in a text of its own, and the mask shows it just that text: what stands before the tree, then its
 # ancestors and itself. So its logits depend on its own path alone.
@@ -421,6 +426,13 @@ class Sampling:
 # is never fed a leaf, which proposes nothing, and a step's last accepted node may be one. So the first draft
 # pass of a step also feeds *previous*, the token before the root. (If its entry is there, it is replaced.)
 
+class Place(NamedTuple):
+    """Where a tree stands in a cache of which passes read the first `visible` slots."""
+    slots: Tensor               # (size + 1,): of the nodes and of previous
+    positions: Tensor           # (size + 1,)
+    mask: Tensor                # (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
+    read_positions: Tensor      # (visible,): the positions of these slots, for windows
+
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above:
 
@@ -428,58 +440,43 @@ class Layout:
                     [0, 1, 1, 2, -1]]             position minus base, likewise
         mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
-        branching  2                              the most children that a node has
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
 
             parents      [0]        [1]      the nodes with children on the level above
-            fed          [4, 0]     [1]      the draft is fed these: first also previous, whose number is 4
-            proposed     [[1, 2]]   [[3]]    each parent's children, padded with 5, where nobody reads"""
+            fed          [4, 0]     [1]      the draft is fed these: first also previous
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with 5, `unread`
+
+    A step's tokens are one vector: of the nodes 0 to 3, then of `previous`, then an unread one, then NONE."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
 
         def padded(rows, padding):
-            return tensor([*zip_longest(*rows, fillvalue=padding)]).T
+            return tensor([*zip_longest(*rows, fillvalue=padding)]).T       # zip_longest gives columns
 
         self.tree = tree
+        self.previous = tree.size
+        self.unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
-        self.branching = max(map(len, tree.children))
         self.children = padded([[*children, NONE] for children in tree.children], NONE)
-        self.previous = tree.size
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], self.previous + 1)
+            proposed = padded([tree.children[node] for node in parents], self.unread)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
-        """The tree's place with its root in slot `base`, a number or (1,), if passes read `visible` slots:
-            slots, positions     (size + 1,)
-            mask                 (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
-            read_positions       (visible,): the positions of these slots, for windows"""
+        """The tree's Place with its root in slot `base`, a number or (1,), if passes read `visible` slots."""
         slots, positions = base + self.offsets
         read = torch.arange(visible, device=slots.device)
-        # Column 0 of the mask is for all slots before base, 1 + i for node i, size + 1 for all behind.
+        # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all behind.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
-        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere the slot
-        return slots, positions, self.mask[:, columns], read_positions
-
-def context_of(config):
-    """The most tokens that a model can be fed."""
-    context = trained = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind == "longrope":          # past this length it rotates earlier keys again, but not cached ones
-            return rope["original_max_position_embeddings"]
-        if kind in ("linear", "yarn"):
-            original = rope.get("original_max_position_embeddings") or trained
-            context = max(context, int(rope["factor"] * original))
-    return context
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # outside the tree the slot
+        return Place(slots, positions, self.mask[:, columns], read_positions)
 
 class CachedModel:
     """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
@@ -489,26 +486,23 @@ class CachedModel:
     def __init__(self, model):
         self.model = model
         config = model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["every layer"]     # where one mask is for all
-        self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}
-        self.context = context_of(config)
+        self.window = getattr(config, "sliding_window", None)
+        self.kinds = getattr(config, "layer_types", None) or ()     # of layers; none if one mask is for all
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
 
-    def reserve(self, tokens):
-        """Makes room for this many tokens, and keeps those that are there. Returns the capacity."""
+    def reserve(self, length):
+        """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
-        while tokens > self.store.shape[2]:
+        while length > self.store.shape[2]:
             self.store = pad(self.store, (0, 0, 0, max(256, self.store.shape[2])))
         return self.store.shape[2]
 
     def prefill(self, text, last=1):
-        """Feeds a text, (length,), in an ordinary pass. The logits after its last tokens, (last, V)."""
+        """Feeds a text, (length,), in an ordinary pass. Returns its last tokens' logits, (last, V)."""
         cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
-        # Some models number positions in their own way unless they are given.
-        positions = torch.arange(len(text), device=text.device)[None]
+        positions = torch.arange(len(text), device=text.device)[None]   # because some models count otherwise
         output = self.model(input_ids=text[None], position_ids=positions, past_key_values=cache, **keep)
         layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
@@ -527,8 +521,8 @@ class CachedModel:
         return run(self.store, tokens, nodes, *place)
 
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
-        """The pass of `logits` as a function of tensors alone, so that it can be traced. (The store is one of
-        them, because a trace would keep using the store that it has seen.)"""
+        """The pass of `logits` as a function of tensors alone, so that `pack` can trace it. (The store is one
+        of them, because `reserve` may make a new one, and a trace would go on with what it has seen.)"""
         written = slots[nodes]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
@@ -542,33 +536,64 @@ class CachedModel:
 
         cache = transformers.Cache(layers=[])
         cache.update = update           # given masks and positions, a model asks its cache for nothing else
-        mask = mask[nodes][None, None].to(store)                                # (1, 1, nodes, visible)
-        masks = {kind: mask.masked_fill(positions[nodes, None] - read_positions >= window, RULED_OUT)
-                 if window else mask for kind, window in self.windows.items()}
+        mask = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, visible)
+        if self.window:
+            too_far = positions[nodes, None] - read_positions >= self.window
+            windowed = mask.masked_fill(too_far, RULED_OUT)
+        masks = {kind: mask if kind == "full_attention" else windowed for kind in self.kinds}
         # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         return self.model(input_ids=ids, position_ids=positions[nodes][None], past_key_values=cache,
-                          attention_mask=masks.get("every layer", masks)).logits[0]
+                          attention_mask=masks or windowed).logits[0]
 
+# --- 8  The step on a device --------------------------------------------------------------------------------
 class Step(NamedTuple):
     """What one step did."""
     tree: Tree
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
-    path: list                       # the accepted nodes below the root, in order
+    path: list                       # the root, and then the accepted nodes, in order
     token: int                       # the one after them
     seconds: float | None            # None for a prompt's pass, and until a step is captured
 
     @property
     def tokens(self):
         """The tokens that this step adds to the text."""
-        return [self.node_tokens[node] for node in self.path] + [self.token]
+        return [self.node_tokens[node] for node in self.path[1:]] + [self.token]
+
+def resized(logits, vocabulary):
+    """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
+    lacking = vocabulary - logits.shape[1]
+    return pad(logits, (0, lacking), value=RULED_OUT) if lacking else logits
+
+def walk(layout, try_children):
+    """Step 3 of `step_plainly`: the accepted nodes, from the root on, and weights for the token after them,
+    (1, V). try_children(rows, k) tries the first k children of these rows, as `verify_nodes` does."""
+    path = [0]
+    while True:
+        node = path[-1]
+        children = layout.tree.children[node]
+        rank, weights = try_children(slice(node, node + 1), len(children))
+        if rank == NONE:
+            return layout.nodes.new_tensor(path), weights
+        path.append(children[rank])
+
+def walk_without_branches(layout, try_children):
+    """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
+    an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
+    rank, weights = try_children(slice(None), layout.tree.branching)
+    # The rank NONE reads the last column, which is all NONE, so then the larger number is the node's own.
+    following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
+    path = [layout.nodes[:1]]
+    for _ in range(layout.tree.depth - 1):
+        path.append(following[path[-1]])
+    return torch.cat(path), weights[path[-1]]
 
 class TreeStep:
-    """The step with one tree: draft, score, verify, keep. A captured graph keeps using the memory it was
-    captured with, so larger caches need a new TreeStep. models: the target and the draft. static: whether
-    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph."""
+    """The step with one tree: draft, score, verify, keep. models: the target and the draft. static: whether
+    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph,
+    which fits only what it was captured for: this size of the caches, and this Sampling's key."""
 
-    def __init__(self, tree, models, generator=None, static=False):
+    def __init__(self, tree, models, generator=None, static=False, captured_for=None):
         device = models[0].store.device
         self.layout = Layout(tree, device)
         self.models = models
@@ -576,9 +601,9 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        # The nodes' tokens, then previous, then what is proposed for padding, then NONE for padded children.
-        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)
-        self.graph = self.result = None
+        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # see Layout
+        self.calls = 0
+        self.graph = None
 
     def __call__(self, text, sampling):
         """One step after two or more tokens. The target's cache lacks the last one, the draft's up to two."""
@@ -587,8 +612,9 @@ class TreeStep:
         self.tokens[0] = text[-1]
         self.tokens[self.layout.previous] = text[-2]
         # If static, call 1 warms up, call 2 captures and replays, and later ones only replay, and are timed.
-        is_timed = self.graph or not self.static
-        if not is_timed and self.result is not None:
+        self.calls += 1
+        is_timed = self.calls > 2 or not self.static
+        if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
             self.graph.replay()
@@ -597,7 +623,7 @@ class TreeStep:
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
         seconds = time.perf_counter() - begun if is_timed else None
-        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
+        return Step(tree, node_tokens, tree.paths[node], token, seconds)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -606,22 +632,22 @@ class TreeStep:
         layout = self.layout
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
-        # 1. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
-        # So does any step on a GPU, where attention chooses its kernels anew for each new number of slots.
+        # 0. The tree takes its place after the text. A static step reads all slots, and the mask hides free
+        # ones. So does any step on a GPU, where attention chooses other kernels for each number of slots.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
-        # 2. The draft grows the tree: one pass over the parents of a level gives all their children.
+        # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
         log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
         for parents, fed, proposed in layout.passes:
             logits = resized(draft.logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            # The nodes of a level share a row of random numbers, see `step_plainly`.
+            # All of a level use the same random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
-        # 3. The target scores it, in one pass.
+        # 2. The target scores it, in one pass.
         logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
-        # 4. Algorithm 2 walks down from the root.
-        u = self.rand(len(logits), layout.branching)
+        # 3. Algorithm 2 walks down from the root.
+        u = self.rand(len(logits), layout.tree.branching)
 
         def try_children(rows, k):
             children = layout.children[rows, :k]
@@ -631,15 +657,14 @@ class TreeStep:
                 return NONE, P
             return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
         path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
-        # 5. One more token is drawn.
+        # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        # 6. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
+        # 5. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
         if len(path) > 1:
-            slots, *_ = place
             for model in self.models:
-                entries = model.store.index_select(2, slots[path])
-                model.store.index_copy_(2, slots[: len(path)], entries)
-        return torch.cat([path[-1:], token, tokens[: layout.previous]])
+                entries = model.store.index_select(2, place.slots[path])
+                model.store.index_copy_(2, place.slots[: len(path)], entries)
+        return torch.cat([path[-1:], token, tokens[: layout.tree.size]])
 
     def capture(self, text, sampling):
         try:
@@ -659,47 +684,17 @@ class TreeStep:
         with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
             return graph, work()
 
-def walk(layout, try_children):
-    """Step 3 of `step_plainly`: the accepted nodes, from the root on, and weights for the token after them,
-    (1, V). try_children(rows, k) tries the first k children of these rows, as `verify_nodes` does."""
-    path = [0]
-    while True:
-        node = path[-1]
-        children = layout.tree.children[node]
-        rank, weights = try_children(slice(node, node + 1), len(children))
-        if rank == NONE:
-            return layout.nodes.new_tensor(path), weights
-        path.append(children[rank])
-
-def walk_without_branches(layout, try_children):
-    """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
-    an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
-    rank, weights = try_children(slice(None), layout.branching)
-    # A child's number is larger than its parent's. The rank NONE reads the last column, which is all NONE.
-    following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
-    path = [layout.nodes[:1]]
-    for _ in layout.passes:
-        path.append(following[path[-1]])
-    return torch.cat(path), weights[path[-1]]
-
-def resized(logits, vocabulary):
-    """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
-    lacking = vocabulary - logits.shape[1]
-    return pad(logits, (0, lacking), value=RULED_OUT) if lacking else logits
-
-# --- 7  The planner (paper 4.1) -----------------------------------------------------------------------------
+# --- 9  The planner (paper 4.1) -----------------------------------------------------------------------------
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
-
 MAX_NODES = 1024                        # of a tree that is planned, or given by its shape
 MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # trees are compared by the least time of so many last steps
-# Trials wait until steps done plus tokens left reach this. In less, a text would not win back their cost.
-WORTH_TRIALS = 64
+WORTH_TRIALS = 64                       # steps done plus tokens left: if fewer, trials would not pay
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
@@ -710,7 +705,7 @@ def plan(rates, sizes, t, c):
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
     chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree."""
     best = 0.0                                                  # tokens per second
-    last_level = chances = np.ones(1)                           # of nodes, the likeliest first
+    last_level = chances = np.ones(1)                           # here the root's; the likeliest node's first
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
@@ -730,9 +725,31 @@ def size_to_try(planned, sizes):
     (32, 13, None)"""
     if sizes[-1] < min(2 * planned, MAX_NODES):
         return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
-    # Or halfway to the next timed one, if that is clearly more, because t(n) is only interpolated there.
+    # Or halfway to the next timed one, where t(n) is only interpolated, unless that is hardly any larger.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
+
+class AcceptanceRates:
+    """Counts how often a node's first, second, ... child was tried, and how often it was accepted."""
+
+    def __init__(self):
+        self.tried = np.full(len(PRIOR), PRIOR_TRIES)
+        self.accepted = PRIOR_TRIES * PRIOR
+
+    def learn(self, step):
+        for node in step.path:
+            for rank, child in enumerate(step.tree.children[node][: len(PRIOR)]):
+                self.tried[rank] += 1
+                if child in step.path:
+                    self.accepted[rank] += 1
+                    break                               # because the next ones were not tried
+
+    def rates(self):
+        """p_1, p_2, ...: how often a child is accepted if tried, times how often it is tried because all the
+        others before it are rejected. They fall, see `plan`."""
+        # Later children are hardly accepted more often if tried, so where they were, that was chance.
+        if_tried = np.minimum.accumulate(self.accepted / self.tried)
+        return if_tried * np.append(1, 1 - if_tried[:-1]).cumprod()
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
@@ -744,34 +761,33 @@ class Planner:
 
     def __init__(self, shape):
         self.shape = shape
-        self.tried = Counter()      # how often a node's first, second, ... child was tried,
-        self.accepted = Counter()   # and how often it was accepted
+        self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
-        self.tree = self.branched = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.straight = chain(FIRST_SHAPE[0] - 1)               # of as many nodes as the first tree
+        self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
-        self.trials = [self.branched, self.straight, NO_TREE] if shape == "auto" else []
+        # Of the first two, which have as many nodes, `latency` learns what a draft pass takes.
+        self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
         self.to_time = sorted(TIMINGS * self.trials)        # in the next steps, those of one tree in a row
 
     def best_of(self, shape):
-        return shape if isinstance(shape, Tree) else optimal_tree(self.rates(), *shape)
+        return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         if self.steps >= self.keep_until and not self.to_time:
-            self.plan_again()                   # which adds a trial, or sets keep_until
-        # The last condition: a tree that is cut at the text's end tells nothing about the whole.
-        if self.steps < self.keep_until or self.steps + tokens_left < WORTH_TRIALS \
-                or self.to_time[0].depth > tokens_left:
-            return self.tree
-        return self.to_time[0]
+            self.plan_again()                   # which adds a trial, or raises keep_until
+        is_due = self.steps >= self.keep_until and self.steps + tokens_left >= WORTH_TRIALS
+        # A tree that is cut at the text's end would tell nothing about the whole.
+        if is_due and self.to_time[0].depth <= tokens_left:
+            return self.to_time[0]
+        return self.tree
 
     def plan_again(self):
         """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
         if self.trials:
             sizes, t, c = self.latency()
-            self.tree = plan(self.rates(), sizes, t, c)
+            self.tree = plan(self.acceptance.rates(), sizes, t, c)
             if size := size_to_try(self.tree.size, sizes):
                 self.to_time = TIMINGS * [self.best_of((size, self.tree.depth + 2))]    # larger, so deeper
                 self.trials.append(self.to_time[0])
@@ -780,47 +796,28 @@ class Planner:
             self.tree = self.best_of(self.shape)
         # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
         self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
-        self.to_time = self.trials[:3]          # NO_TREE last, because the step behind it waits for the draft
+        self.to_time = self.trials[:3]      # NO_TREE last, because the tree behind it waits for the draft
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        longer = least[self.straight] - least[self.branched]    # as their sizes are equal, for draft passes
-        c = max(0.0, longer / (self.straight.depth - self.branched.depth))
+        # The first two are of one size, so their times differ by what the deeper one's draft passes take.
+        branched, straight, *_ = self.trials
+        c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
     def learn(self, step):
-        """Learns from a step which of the children that were tried were accepted, and how long it took."""
+        """Learns from a step which children were accepted, and how long it took."""
         self.steps += 1
-        for node in (0, *step.path):
-            for rank, child in enumerate(step.tree.children[node]):
-                if step.node_tokens[child] == NONE:
-                    break
-                self.tried[rank] += 1
-                if child in step.path:
-                    self.accepted[rank] += 1
-                    break                               # because the next ones were not tried
+        self.acceptance.learn(step)
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
             with suppress(ValueError):
                 self.to_time.remove(step.tree)          # if it is among them
 
-    def rates(self):
-        """The acceptance rates, (ranks,): the chance that a child is accepted if it is tried, times the
-        chance that it is, because all before it are rejected. They are made to fall, see `plan`."""
-        rates = []
-        chance_if_tried = chance_tried = 1.0
-        for rank, guess in enumerate(PRIOR):
-            # At most the elder sibling's chance_if_tried, because a child is hardly accepted more often.
-            accepted = self.accepted[rank] + PRIOR_TRIES * min(guess, chance_if_tried)
-            chance_if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
-            rates.append(chance_tried * chance_if_tried)
-            chance_tried *= 1 - chance_if_tried
-        return np.minimum.accumulate(rates)
-
-# --- 8  Other methods ---------------------------------------------------------------------------------------
+# --- 10  Other methods --------------------------------------------------------------------------------------
 def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
     return draw(log_Q.softmax(dim=1), rand(len(log_Q), k))
@@ -829,21 +826,20 @@ def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
 
 def verify_by_spectr(P, log_Q, tokens, u):
-    """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
-    rho is chosen so that all k children together give token t with probability min(P[t], rho Q[t]):
+    """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q),
+    where rho solves 1 - (1 - beta)^k = rho beta. The chances of a token t are then:
 
-        one try accepts t           with min(P[t] / rho, Q[t]). The sum of this over t is beta
-        k tries accept any token    with 1 - (1 - beta)^k, because all of them fail with (1 - beta)^k
-        k tries accept t            with min(P[t], rho Q[t]), which is rho times as often as one try, if rho
-                                    solves 1 - (1 - beta)^k = rho beta
-        t still lacks               max(P[t] - rho Q[t], 0), the residual. It sums to the chance that all fail
+        one child accepts it        min(P[t] / rho, Q[t]). Its sum over all tokens is beta, so k children
+                                    accept some token with the chance 1 - (1 - beta)^k = rho beta,
+        one of k accepts it         which is rho times as often as one child, so t with min(P[t], rho Q[t])
+        it still lacks              max(P[t] - rho Q[t], 0), the residual. It sums to the chance that all fail
 
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
     which is at least as much by the union bound."""
     Q = log_Q.softmax(dim=1)
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
-    rho = width = k                             # without children 0, so the residual is P
+    rho = width = k                             # for no children 0: 0 / 0 is NaN below, and rho stays 0
     for _ in range(50):                         # the solution is in (rho - width, rho]
         width = width / 2
         lower = rho - width
@@ -859,14 +855,6 @@ def verify_by_matching(P, log_Q, tokens, u):
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
-def own_token(propose, scores, rand):
-    """A one-hot P: 1 for the token that the target itself chooses, by one of the ways to propose children."""
-    token = propose(scores, 1, rand)
-    return (torch.arange(scores.shape[1], device=scores.device) == token).to(scores)
-
-token_drawn = partial(own_token, propose_independent)
-likeliest_token = partial(own_token, propose_likeliest)
-
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
     plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
@@ -880,15 +868,15 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# The text at temperature 0, by any method. On scores plus `shared_noise` the same choices are samples.
-GREEDY = Method(propose_likeliest, verify_by_matching, likeliest_token)
+# At temperature 0 every method becomes this one: all choose the likeliest tokens.
+GREEDY = Method(propose_likeliest, verify_by_matching, propose_likeliest)
 METHODS = {
-    "sequoia": Method(propose_different, verify_nodes, distribution),
-    "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True), distribution),
-    "spectr": Method(propose_independent, verify_by_spectr, distribution),
-    "naive": Method(propose_independent, verify_by_matching, token_drawn),
-    "topk": Method(propose_likeliest, verify_by_matching, token_drawn),
-    "gumbel": GREEDY._replace(shares_noise=True),
+    "sequoia": Method(propose_different, verify_nodes),
+    "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True)),
+    "spectr": Method(propose_independent, verify_by_spectr),
+    "naive": Method(propose_independent, verify_by_matching, propose_independent),
+    "topk": Method(propose_likeliest, verify_by_matching, propose_independent),
+    "gumbel": GREEDY,       # sampled: both models' scores get `shared_noise` first, so that these are samples
 }
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -896,21 +884,20 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
     rand = partial(uniform, generator=generator, device=P.device)
-    noise = gumbel_noise(rand(*P.shape)) if method.shares_noise else 0
+    noise = gumbel_noise(rand(*P.shape)) if method is GREEDY else 0
     log_Q = never_ruled_out(Q.log()) + noise
     tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
     tokens = torch.cat([tokens, draw(weights, rand(len(P), 1))], dim=1)
     return rank, tokens[range(len(P)), rank]        # at NONE the last one, which was drawn
 
-# --- 9  Decoding, behind transformers' generate -------------------------------------------------------------
+# --- 11  Decoding, behind transformers' generate ------------------------------------------------------------
 # A call goes through these, of which the third is transformers' own:
 #     generate(target, inputs, assistant_model=draft, ...)     makes a Decoder for one call
 #         Decoder.generate                                     makes itself the call's custom_generate
 #             target.generate                                  prepares ids, processors, stopping criteria
 #                 Decoder.__call__                             adds tokens until a criterion is met
-#                     Decoder.tokens_after                     plans and runs one step after another
-#                         TreeStep.__call__                    section 6
+#                     Decoder.tokens_after                     plans and runs one TreeStep after another
 
 def tree_shape(tree):
     """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
@@ -940,10 +927,7 @@ class Report(NamedTuple):
                 f"second, tree {self.tree.size}x{self.tree.depth}")
 
 class Decoder:
-    """Decodes one text after another with a target and a draft, behind transformers' `generate`:
-
-        decoder = Decoder(target, draft)
-        decoder.generate(inputs, do_sample=True, temperature=0.6)
+    """Decodes one text after another, each by a call as `decoder.generate(inputs, max_new_tokens=100)`.
 
     draft        a model of the same vocabulary; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
@@ -971,18 +955,16 @@ class Decoder:
         self.planners = defaultdict(partial(Planner, shape))    # one for each way of sampling
         self.target = CachedModel(checked(target))
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
-        models = self.target, self.draft        # a `tree_step` that held `self` would keep the caches alive
+        models = self.target, self.draft
+        self.contexts = [context_of(model.model) for model in models]
         # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
-        step_generator = torch.Generator(target.device) if self.method.shares_noise else generator
+        step_generator = torch.Generator(target.device) if self.method is GREEDY else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
-        self.probed = 0                         # how many tokens of a prompt were scored again
-
-        @lru_cache(16)          # kept for their graphs, which fit only the capacity and key of their capture
-        def tree_step(tree, is_static, _capacity, _key):
-            return TreeStep(tree, models, step_generator, is_static)
-        self.tree_step = tree_step
+        self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
+        # The last 16 are kept, because of their graphs.
+        self.tree_step = lru_cache(16)(partial(TreeStep, models=models, generator=step_generator))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
                  stopping_criteria=(), **kwargs):
@@ -1005,7 +987,7 @@ class Decoder:
         begun = time.perf_counter()
         check_call(model, input_ids, generation_config, arguments)
         method = self.method if generation_config.do_sample else GREEDY
-        if method.shares_noise:
+        if generation_config.do_sample and method is GREEDY:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
             logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
@@ -1032,39 +1014,42 @@ class Decoder:
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        P = sampling.method.target_P(sampling.processed(text[None], logits[-1:], False), self.rand)
-        step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
+        # A clone, because a processor may write into it, and `probe` compares the logits.
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)
+        P = sampling.method.target_P(scores, self.rand)
+        step = Step(NO_TREE, text[-1:].tolist(), [0], draw(P, self.rand(1, 1)).item(), None)
         while True:
             if self.on_step:
                 self.on_step(step)
             yield from step.tokens
-            if self.probed < len(logits):       # only now, because the first token need not wait
+            if self.probed_tokens < len(logits):        # only now, because the first token need not wait
                 probe(self.target, text, logits)
-                self.probed = len(logits)       # after a short prompt a longer one is probed again
+                self.probed_tokens = len(logits)        # after a short prompt a longer one is probed again
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
-            left = min(max_length, self.target.context + 1) - len(text)
+            left = min(max_length, self.contexts[0] + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.target.context} tokens (with "
-                                 f"longrope, until all keys would be rotated again): lower max_new_tokens")
-            is_static = self.cuda_graph and not sampling.reads_text
-            tree = self.choose_tree(planner, len(text), left, is_static)
-            # A step without a tree does not feed the draft, so before the next one with a tree it is fed all.
-            if tree.depth > 1 and step.tree.depth == 1:
+                raise ValueError(f"the text fills the target's context of {self.contexts[0]} tokens, as its "
+                                 f"configuration gives it: lower max_new_tokens")
+            static = self.cuda_graph and not sampling.reads_text
+            tree = self.choose_tree(planner, len(text), left, static)
+            # Steps without a tree do not feed the draft, so before the next one with a tree it is fed all.
+            if step.tree == NO_TREE != tree:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            step = self.tree_step(tree, is_static, capacity, sampling.key)(text, sampling)
+            tree_step = self.tree_step(tree, static=static, captured_for=(capacity, sampling.key))
+            step = tree_step(text, sampling)
             planner.learn(step)
 
-    def choose_tree(self, planner, length, left, is_static):
+    def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial's tree takes as long as several steps, so it pays in longer texts only.
-        tree = planner.next_tree(left // 4 if is_static else left)
-        if length + tree.depth > 1 + min(self.target.context, self.draft.context):
+        # To capture a trial's tree takes as long as several steps, so then a text must be four times as long.
+        tree = planner.next_tree(left // 4 if static else left)
+        if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
-        if tree.depth > left and not is_static:                 # with a graph the whole tree is faster
-            # A step adds at most one token per level, so the levels behind the end are cut.
+        # Levels behind the text's end are cut, as each adds at most one token. (A graph is faster whole.)
+        if tree.depth > left and not static:
             return Tree(tree[: tree.depths.index(left)])
         return tree
 
@@ -1079,6 +1064,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
     return decoder.generate(inputs, generation_config, **kwargs)
 
+# --- 12  What is refused ------------------------------------------------------------------------------------
 def checked(model):
     """The model. Raises ValueError if it cannot be fed trees, as far as its configuration tells."""
     name = type(model).__name__
@@ -1123,9 +1109,17 @@ def probe(target, text, logits):
     difference = torch.maximum(differences[-1], differences.median())
     # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:      # refuses NaN, too
-        raise ValueError(f"{type(target.model).__name__} cannot verify a tree: distributions after the same "
-                         f"tokens differ by {difference:.1%} between a tree's pass and an ordinary one, more "
-                         f"than rounding explains; in float32 rounding is smallest")
+        raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
+                         f"distributions by {difference:.1%}, more than rounding explains")
+
+def context_of(model):
+    """The most tokens that a model can be fed."""
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return rope["original_max_position_embeddings"]     # past it all earlier keys are rotated again
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
@@ -1149,7 +1143,7 @@ def check_call(target, ids, config, arguments):
     if refused:
         raise ValueError(f"not supported: {', '.join(refused)}")
 
-# --- 10  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
+# --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
 # Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
 mkldnn = torch.ops.mkldnn
 PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
@@ -1210,6 +1204,8 @@ def pack(model):
         run = torch.jit.optimized_execution(False)(trace.forward)   # not again for every new shape
         if torch.dist(outputs(run), packed) < rounding * packed.norm():
             model._sequoia_pass = run
+    if not hasattr(model, "_sequoia_pass"):
+        warnings.warn(f"{type(model).__name__} cannot be traced, so its passes go on in Python")
     return model
 
 @torch.no_grad()
@@ -1238,7 +1234,7 @@ def offload(model, device):
     model._sequoia_offloaded = True
     return model.eval().requires_grad_(False)
 
-# --- 11  The command line -----------------------------------------------------------------------------------
+# --- 14  The command line -----------------------------------------------------------------------------------
 TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
           '    """Yield the names of all files in a directory that match a pattern."""\n    for name in')
@@ -1300,9 +1296,8 @@ def decode_prompt(args):
         message = [{"role": "user", "content": args.prompt}]
         encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    decoder_class = ExplainingDecoder if args.explain else Decoder
+    decoder_class = partial(ExplainingDecoder, tokenizer) if args.explain else Decoder
     decoder = decoder_class(target, draft, args.tree, args.method, generator)
-    decoder.word = lambda token: repr(tokenizer.decode(token))
     streamer = None if args.explain else transformers.TextStreamer(tokenizer)
     ids = decoder.generate(
         encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
@@ -1315,20 +1310,25 @@ def decode_prompt(args):
 class ExplainingDecoder(Decoder):
     """A Decoder that decodes by `step_plainly`, with a pass for each text, and prints each step."""
 
+    def __init__(self, tokenizer, *args):
+        super().__init__(*args)
+        self.tokenizer = tokenizer
+
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
         def scores(model, is_draft, text):
             logits = resized(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
             shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-            if sampling.method.target_P is likeliest_token:
+            if sampling.method is GREEDY:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
             return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
 
+        word = lambda tokens: repr(self.tokenizer.decode(tokens))
         while True:
             added = step_plainly(partial(scores, self.target, False), partial(scores, self.draft, True), text,
-                                 planner.tree, self.generator, say=print, word=self.word)
-            print(f"adds {self.word(added)}\n")
+                                 planner.tree, self.generator, say=print, word=word)
+            print(f"adds {word(added)}\n")
             text = torch.cat([text, added])
             yield from added.tolist()
 
