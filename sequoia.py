@@ -489,7 +489,7 @@ class CachedModel:
         self.window = getattr(config, "sliding_window", None)
         self.kinds = getattr(config, "layer_types", None) or ()     # of layers; none if one mask is for all
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
+        self.store = torch.empty(0, 0, 0, 0)            # until the first text comes, shape[2] alone counts
 
     def reserve(self, length):
         """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
@@ -768,7 +768,7 @@ class Planner:
         self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
         # Of the first two, which have as many nodes, `latency` learns what a draft pass takes.
         self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
-        self.to_time = sorted(TIMINGS * self.trials)        # in the next steps, those of one tree in a row
+        self.to_time = sorted(TIMINGS * self.trials)        # those of one tree in a row, NO_TREE's first
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
@@ -804,7 +804,7 @@ class Planner:
         # The first two are of one size, so their times differ by what the deeper one's draft passes take.
         branched, straight, *_ = self.trials
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
-        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
+        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}     # now these two agree
         sizes = sorted(t)
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
@@ -1131,14 +1131,14 @@ def check_call(target, ids, config, arguments):
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "a target in training mode: call its eval()": target.training}
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
-        reasons[name] = getattr(config, name)   # none of these outputs is made here
+        reasons[name] = getattr(config, name)   # because none of these outputs is made here
     # Arguments for the model might change the text, except these defaults and those from `generate` itself.
     positions = torch.arange(ids.shape[1], device=ids.device)
     usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
     from_generate = ("logits_to_keep", "past_key_values", "use_cache")
     for name, value in arguments.items():
         if name not in from_generate and value is not None and value != {}:     # None and {}: not given
-            reasons[f"{name} like these"] = name not in usual or (value != usual[name]).any()
+            reasons[f"this {name}"] = name not in usual or (value != usual[name]).any()
     refused = [reason for reason, holds in reasons.items() if holds]
     if refused:
         raise ValueError(f"not supported: {', '.join(refused)}")
@@ -1169,7 +1169,7 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples that differ in all that may vary: nodes, tokens before them, and at last the cache's capacity.
+    # Examples that differ in all that may vary: nodes, tokens before them, and, in the last, the capacity.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     for base, count in ((4, 3), (16, 15), (60, 1)):
