@@ -663,8 +663,8 @@ def step(args, report):
 
     def on_step(step):
         # They were tried in this order, up to the accepted one.
-        siblings = [step.tree.children[node] for node in step.path]
-        tried = [child for children, end in zip(siblings, [*step.path[1:], math.inf])
+        siblings = [step.tree.children[node] for node in (0, *step.path)]
+        tried = [child for children, end in zip(siblings, [*step.path, math.inf])
                  for child in children if child <= end]
         steps.append((step, dict(zip(tried, noted))))
         noted.clear()
@@ -680,7 +680,7 @@ def step(args, report):
         for step, tried in steps:
             words = [args.tokenizer.decode(max(token, 0)) for token in (*step.node_tokens, step.token)]
             # No rejection that was sure, no acceptance that surprises, and no token that is hard to draw.
-            telling = len(tried) >= len(step.path) >= 3 and list(tried)[-1] in step.path
+            telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
             drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words) and len(words[-1]) > 3
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
             telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
@@ -692,7 +692,7 @@ def step(args, report):
 def show_step(report, step, tried, words, before):
     """The nodes from top to bottom, those below a node after it; on the right the mask in the same order."""
     tree = step.tree
-    added = "".join(words[node] for node in (*step.path[1:], -1))
+    added = "".join(words[node] for node in (*step.path, -1))
     report.say(f"One step after `{before[-40:]!r}` adds `{added!r}`. A child is accepted with the chance "
                f"target / draft: their probabilities, in what earlier rejections have left of both.")
     if not report.draws:

@@ -21,6 +21,9 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
 
+    python sequoia.py                                            # section 14: decodes with the bundled pair
+    sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
+
 Sections 1 to 9 are the method, and each builds on those before it (7 also takes a faster pass from 13). What
 must still hold after you change a section, as test_sequoia.py checks:
 
@@ -32,9 +35,6 @@ must still hold after you change a section, as test_sequoia.py checks:
     9                on simulated machines, even noisy ones, the planner's tree comes near the fastest
     11, 12           the text of `generate` up to rounding (sampled, its distribution), or an error
     13               offloaded, the same numbers; packed and traced, the same up to rounding
-
-    python sequoia.py                                            # section 14: decodes with the bundled pair
-    sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
@@ -58,7 +58,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child or token. As an index -1 reads the last element, so what NONE may index has a spare there.
+# No parent, child or token. Tensors that it may index end in a dummy, because -1 reads the last element.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and at most 700 below the highest, because probabilities of lower
-    ones become 0, and then Algorithm 2 holds them for equal, but the noise does not. No node may have more
+    must be finite (see `never_ruled_out`), and at most 700 below the highest: lower ones would all have the
+    probability 0 in Algorithm 2, but would not be equally likely to be proposed. No node may have more
     children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
@@ -222,7 +222,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.depths[node] == len(noise):         # the first one on its level
-                # All of a level can use the same noise: at most one is reached, whatever the noise is.
+                # Which node of a level is reached depends on earlier levels alone, so all can share noise.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -269,14 +269,14 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    Of n nodes below a node a child takes m, itself and its descendants, and its younger siblings take the
-    others, with their descendants. The most expected tokens that the n nodes add are, for the best m,
+    Let a child and its younger siblings share n nodes: the child and its descendants take m, the siblings and
+    theirs the others. The most expected tokens that all of them add are, for the best m,
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
     where below[j] is the most that j nodes add below the child, and younger[j] the most that they add as its
     younger siblings with descendants. Both are 0 for no nodes, and -inf if so many nodes have no place."""
-    rates = np.atleast_2d(acceptance_rates).clip(1e-99)         # because 0 times -inf would be NaN
+    rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
@@ -292,7 +292,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             best_m[level, rank] = 1 + value.argmax(axis=1)
             younger = value.max(axis=1)
-            younger[0] = 0.0                                    # because no nodes have no m
+            younger[0] = 0.0                                    # where n is 0, all m were masked
         below = younger
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
@@ -325,8 +325,8 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank in range(tokens.shape[1]):
         token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
-        s = token.clamp(min=0)                  # of a missing child 0, which does no harm below
-        D = log_Q.softmax(dim=1) * exists       # because a missing child must take nothing from R
+        s = token.clamp(min=0)                  # for a missing child any index, because `exists` undoes it
+        D = log_Q.softmax(dim=1) * exists       # a missing child must take nothing from R
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
             break                               # one row, as in `walk` (never in a graph), needs no more
@@ -345,10 +345,11 @@ class Method(NamedTuple):
     """How children are proposed and verified: by Sequoia's functions above, or by others in section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # like propose: how the target chooses its own token beforehand, if so
+    choose: Callable | None = None      # like propose: the target's token, if chosen before it sees children
+    is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
-        """P from the target's scores, (rows, V): if it chooses beforehand, 1 for its token, 0 elsewhere."""
+        """P from the target's scores, (rows, V); after a choice it is 1 for that token and 0 elsewhere."""
         if not self.choose:
             return scores.softmax(dim=1)
         token = self.choose(scores, 1, rand)
@@ -364,7 +365,8 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V); but if all are in TEXT_BLIND, of None and (rows, V). end_tokens: ids, or None."""
+    scores, (1, V). If all are in TEXT_BLIND, ids are None, and all rows come at once. end_tokens: ids, or
+    None."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -424,7 +426,7 @@ class Sampling:
 #
 # Between steps the slots before base hold the text, but the draft's cache may lack the last entry: the draft
 # is never fed a leaf, which proposes nothing, and a step's last accepted node may be one. So the first draft
-# pass of a step also feeds *previous*, the token before the root. (If its entry is there, it is replaced.)
+# pass of a step also feeds *previous*, the token before the root, whether its entry is there or not.
 
 class Place(NamedTuple):
     """Where a tree stands in a cache of which passes read the first `visible` slots."""
@@ -434,7 +436,8 @@ class Place(NamedTuple):
     read_positions: Tensor      # (visible,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as index tensors. For the tree above:
+    """Everything about a step that the tree alone decides, as index tensors. For the tree above, of which a
+    step keeps these tokens in one vector: [node 0, 1, 2, 3, previous (4), unread (5), NONE (-1)],
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -442,11 +445,9 @@ class Layout:
         children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
 
-            parents      [0]        [1]      the nodes with children on the level above
-            fed          [4, 0]     [1]      the draft is fed these: first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with 5, `unread`
-
-    A step's tokens are one vector: of the nodes 0 to 3, then of `previous`, then an unread one, then NONE."""
+            parents      [0]        [1]      the nodes of a level that have children
+            fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with `unread`"""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -551,14 +552,14 @@ class Step(NamedTuple):
     """What one step did."""
     tree: Tree
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
-    path: list                       # the root, and then the accepted nodes, in order
+    path: list                       # the accepted nodes below the root, in order
     token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass, and until a step is captured
+    seconds: float | None            # None for a prompt's pass, and before a captured step's replays
 
     @property
     def tokens(self):
         """The tokens that this step adds to the text."""
-        return [self.node_tokens[node] for node in self.path[1:]] + [self.token]
+        return [self.node_tokens[node] for node in self.path] + [self.token]
 
 def resized(logits, vocabulary):
     """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
@@ -577,7 +578,7 @@ def walk(layout, try_children):
             return layout.nodes.new_tensor(path), weights
         path.append(children[rank])
 
-def walk_without_branches(layout, try_children):
+def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
@@ -590,10 +591,9 @@ def walk_without_branches(layout, try_children):
 
 class TreeStep:
     """The step with one tree: draft, score, verify, keep. models: the target and the draft. static: whether
-    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph,
-    which fits only what it was captured for: this size of the caches, and this Sampling's key."""
+    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph."""
 
-    def __init__(self, tree, models, generator=None, static=False, captured_for=None):
+    def __init__(self, tree, models, generator=None, static=False):
         device = models[0].store.device
         self.layout = Layout(tree, device)
         self.models = models
@@ -623,7 +623,7 @@ class TreeStep:
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
         seconds = time.perf_counter() - begun if is_timed else None
-        return Step(tree, node_tokens, tree.paths[node], token, seconds)
+        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -633,7 +633,7 @@ class TreeStep:
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 0. The tree takes its place after the text. A static step reads all slots, and the mask hides free
-        # ones. So does any step on a GPU, where attention chooses other kernels for each number of slots.
+        # ones. So does any step on a GPU, where it costs time to choose attention's kernels for a new number.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -654,9 +654,10 @@ class TreeStep:
             scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
             P = method.target_P(scores, self.rand)
             if not k:
-                return NONE, P
+                return NONE, P                  # at a leaf
             return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
-        path, weights = (walk_without_branches if self.static else walk)(layout, try_children)
+
+        path, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         # 5. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
@@ -672,7 +673,7 @@ class TreeStep:
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # After a capture breaks off, torch's generators draw nothing until one ends well, as this does.
+            # A failed capture leaves torch's generators unusable, until another one ends well, as this does.
             with suppress(RuntimeError):
                 self.record(self.base.clone)
 
@@ -680,7 +681,7 @@ class TreeStep:
         graph = torch.cuda.CUDAGraph()
         if self.generator:
             graph.register_generator_state(self.generator)
-        # `stream` brings back device and stream, which a capture that is broken off leaves changed.
+        # The outer `stream` brings back device and stream, which a failed capture leaves changed.
         with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
             return graph, work()
 
@@ -703,7 +704,8 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree."""
+    chances, for all n at once. The next level, up to MAX_LEVELS, adds its nodes to the list. As the list does
+    not know parents, Algorithm 1 makes the tree in the end."""
     best = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # here the root's; the likeliest node's first
     for depth in range(1, MAX_LEVELS + 1):
@@ -730,14 +732,14 @@ def size_to_try(planned, sizes):
     return middle if middle > max(4, 1.2 * planned) else None
 
 class AcceptanceRates:
-    """Counts how often a node's first, second, ... child was tried, and how often it was accepted."""
+    """Counts how often a node's first, second, ... child was tried (a missing one, too), and accepted."""
 
     def __init__(self):
         self.tried = np.full(len(PRIOR), PRIOR_TRIES)
         self.accepted = PRIOR_TRIES * PRIOR
 
     def learn(self, step):
-        for node in step.path:
+        for node in (0, *step.path):
             for rank, child in enumerate(step.tree.children[node][: len(PRIOR)]):
                 self.tried[rank] += 1
                 if child in step.path:
@@ -747,17 +749,13 @@ class AcceptanceRates:
     def rates(self):
         """p_1, p_2, ...: how often a child is accepted if tried, times how often it is tried because all the
         others before it are rejected. They fall, see `plan`."""
-        # Later children are hardly accepted more often if tried, so where they were, that was chance.
+        # Where a later child seems to be accepted more often, if tried, than an earlier one, that is noise.
         if_tried = np.minimum.accumulate(self.accepted / self.tried)
         return if_tried * np.append(1, 1 - if_tried[:-1]).cumprod()
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest:
-
-        before step keep_until      the planned tree is kept
-        then, while to_time lasts   its trees are timed, in texts that are long enough
-        then                        `plan_again` puts one more tree into to_time, or raises keep_until"""
+    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest."""
 
     def __init__(self, shape):
         self.shape = shape
@@ -765,46 +763,49 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.keep_until = 0 if shape == "auto" else 16          # the number of steps at which to plan again
-        # Of the first two, which have as many nodes, `latency` learns what a draft pass takes.
+        # From the first two, which have equally many nodes, `latency` learns what a draft pass takes.
         self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
-        self.to_time = sorted(TIMINGS * self.trials)        # those of one tree in a row, NO_TREE's first
+        self.schedule = self.wanted_trees()
+        self.wanted = next(self.schedule)
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
+    def wanted_trees(self):
+        """What to run next, a trial or the plan. `learn` asks for another when it knows this one's time."""
+        yield from sorted(TIMINGS * self.trials)        # those of one tree in a row, NO_TREE's first
+        while True:
+            if self.trials:
+                sizes, t, c = self.latency()
+                self.tree = plan(self.acceptance.rates(), sizes, t, c)
+                if size := size_to_try(self.tree.size, sizes):
+                    trial = self.best_of((size, self.tree.depth + 2))       # larger, so deeper
+                    yield from TIMINGS * [trial]
+                    self.trials.append(trial)
+                    continue
+            else:
+                self.tree = self.best_of(self.shape)
+            # Kept until the steps have doubled; or quadrupled if no tree pays, as trials cost most there.
+            keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
+            while self.steps < keep_until:
+                yield self.tree
+            # NO_TREE comes last, because the step behind it must feed the draft all that it has missed.
+            yield from self.trials[:3]
+
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        if self.steps >= self.keep_until and not self.to_time:
-            self.plan_again()                   # which adds a trial, or raises keep_until
-        is_due = self.steps >= self.keep_until and self.steps + tokens_left >= WORTH_TRIALS
+        is_worth_it = self.steps + tokens_left >= WORTH_TRIALS
         # A tree that is cut at the text's end would tell nothing about the whole.
-        if is_due and self.to_time[0].depth <= tokens_left:
-            return self.to_time[0]
-        return self.tree
-
-    def plan_again(self):
-        """Plans the tree by the trials' times, and whether to keep it or to time one more trial first."""
-        if self.trials:
-            sizes, t, c = self.latency()
-            self.tree = plan(self.acceptance.rates(), sizes, t, c)
-            if size := size_to_try(self.tree.size, sizes):
-                self.to_time = TIMINGS * [self.best_of((size, self.tree.depth + 2))]    # larger, so deeper
-                self.trials.append(self.to_time[0])
-                return
-        else:
-            self.tree = self.best_of(self.shape)
-        # Kept until the steps have doubled, or quadrupled where no tree pays, because there trials cost most.
-        self.keep_until = (4 if self.tree == NO_TREE else 2) * self.steps
-        self.to_time = self.trials[:3]      # NO_TREE last, because the tree behind it waits for the draft
+        return self.wanted if is_worth_it and self.wanted.depth <= tokens_left else self.tree
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # The first two are of one size, so their times differ by what the deeper one's draft passes take.
+        # The first two are of one size, so their times differ by what the deeper one's draft passes take,
+        # and without that (unless c is cut to 0) they agree.
         branched, straight, *_ = self.trials
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
-        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}     # now these two agree
+        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
@@ -814,8 +815,8 @@ class Planner:
         self.acceptance.learn(step)
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
-            with suppress(ValueError):
-                self.to_time.remove(step.tree)          # if it is among them
+            if step.tree == self.wanted:
+                self.wanted = next(self.schedule)
 
 # --- 10  Other methods --------------------------------------------------------------------------------------
 def propose_independent(log_Q, k, rand):
@@ -826,13 +827,12 @@ def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
 
 def verify_by_spectr(P, log_Q, tokens, u):
-    """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q),
-    where rho solves 1 - (1 - beta)^k = rho beta. The chances of a token t are then:
+    """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-        one child accepts it        min(P[t] / rho, Q[t]). Its sum over all tokens is beta, so k children
-                                    accept some token with the chance 1 - (1 - beta)^k = rho beta,
-        one of k accepts it         which is rho times as often as one child, so t with min(P[t], rho Q[t])
-        it still lacks              max(P[t] - rho Q[t], 0), the residual. It sums to the chance that all fail
+    So one child is an accepted t with the chance min(P[t] / rho, Q[t]). Let beta be the sum of this over all
+    t. Then one of k children is accepted with the chance 1 - (1 - beta)^k, and rho is chosen so that this is
+    rho beta, which makes it t with the chance min(P[t], rho Q[t]). What t lacks, max(P[t] - rho Q[t], 0), is
+    the residual, because all these together are the chance that no child is accepted.
 
     Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
     which is at least as much by the union bound."""
@@ -876,7 +876,7 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr),
     "naive": Method(propose_independent, verify_by_matching, propose_independent),
     "topk": Method(propose_likeliest, verify_by_matching, propose_independent),
-    "gumbel": GREEDY,       # sampled: both models' scores get `shared_noise` first, so that these are samples
+    "gumbel": GREEDY._replace(is_coupled=True),     # the likeliest by score plus noise are samples
 }
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -884,7 +884,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     each. Returns the accepted child's rank or NONE, and the token, distributed exactly as P, (rows,) each."""
     method = METHODS[method]
     rand = partial(uniform, generator=generator, device=P.device)
-    noise = gumbel_noise(rand(*P.shape)) if method is GREEDY else 0
+    noise = gumbel_noise(rand(*P.shape)) if method.is_coupled else 0
     log_Q = never_ruled_out(Q.log()) + noise
     tokens = method.propose(log_Q, k, rand)
     rank, weights = method.verify(method.target_P(P.log() + noise, rand), log_Q, tokens, rand(len(P), k))
@@ -958,13 +958,14 @@ class Decoder:
         models = self.target, self.draft
         self.contexts = [context_of(model.model) for model in models]
         # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
-        step_generator = torch.Generator(target.device) if self.method is GREEDY else generator
+        step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # The last 16 are kept, because of their graphs.
-        self.tree_step = lru_cache(16)(partial(TreeStep, models=models, generator=step_generator))
+        # TreeSteps are kept for their graphs. A graph fits only the capacity and the key of its capture.
+        self.tree_step = lru_cache(16)(lambda tree, static, capacity, key:
+                                       TreeStep(tree, models, step_generator, static))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
                  stopping_criteria=(), **kwargs):
@@ -987,7 +988,7 @@ class Decoder:
         begun = time.perf_counter()
         check_call(model, input_ids, generation_config, arguments)
         method = self.method if generation_config.do_sample else GREEDY
-        if generation_config.do_sample and method is GREEDY:
+        if method.is_coupled:
             seed = torch.randint(2**62, (1,), generator=self.generator, device=model.device)
             logits_processor.append(shared_noise(seed.item()))          # to a list that `generate` has made
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
@@ -1017,7 +1018,7 @@ class Decoder:
         # A clone, because a processor may write into it, and `probe` compares the logits.
         scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)
         P = sampling.method.target_P(scores, self.rand)
-        step = Step(NO_TREE, text[-1:].tolist(), [0], draw(P, self.rand(1, 1)).item(), None)
+        step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         while True:
             if self.on_step:
                 self.on_step(step)
@@ -1034,17 +1035,16 @@ class Decoder:
             static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, static)
             # Steps without a tree do not feed the draft, so before the next one with a tree it is fed all.
-            if step.tree == NO_TREE != tree:
+            if step.tree == NO_TREE and tree != NO_TREE:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            tree_step = self.tree_step(tree, static=static, captured_for=(capacity, sampling.key))
-            step = tree_step(text, sampling)
+            step = self.tree_step(tree, static, capacity, sampling.key)(text, sampling)
             planner.learn(step)
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial's tree takes as long as several steps, so then a text must be four times as long.
+        # With a graph a trial takes as long as several steps, for its capture, so a token counts a quarter.
         tree = planner.next_tree(left // 4 if static else left)
         if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
@@ -1148,7 +1148,7 @@ def check_call(target, ids, config, arguments):
 mkldnn = torch.ops.mkldnn
 PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
 
-def packed_product(x, weight, bias: Tensor | None):
+def packed_product(x, weight, bias: Tensor | None):            # TorchScript needs the annotation
     return mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 def pack_linear(layer):
@@ -1169,12 +1169,12 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples that differ in all that may vary: nodes, tokens before them, and, in the last, the capacity.
+    # Examples that differ in all that may vary: nodes, tokens before them, and (the last has 512) capacity.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     for base, count in ((4, 3), (16, 15), (60, 1)):
         cached.reserve(5 * base)
-        place = layout.place(base, base + 15)
+        place = layout.place(base, base + layout.tree.size)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
 
     def outputs(run):
@@ -1210,8 +1210,8 @@ def pack(model):
 
 @torch.no_grad()
 def offload(model, device):
-    """Moves a model larger than a GPU to it, in place. Its layers stay in host memory, pinned, and each is
-    copied to be computed. Copying takes most of the time, so hundreds of nodes cost little more than one."""
+    """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
+    is copied to be computed. Copying takes most of the time, so hundreds of nodes take hardly more than one."""
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     host = {}                # by weight of these layers: what stays in host memory
     for weight in layers.parameters():
@@ -1319,7 +1319,7 @@ class ExplainingDecoder(Decoder):
         def scores(model, is_draft, text):
             logits = resized(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
             shaped = sampling.processed(text[None], logits, is_draft)[0].double()
-            if sampling.method is GREEDY:
+            if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
             return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
