@@ -1211,7 +1211,7 @@ def pack(model):
 @torch.no_grad()
 def offload(model, device):
     """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
-    is copied to be computed. Copying takes most of the time, so hundreds of nodes cost little more than one."""
+    is copied to be computed. Copying takes most of the time, so hundreds of nodes cost hardly any more."""
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     host = {}                # by weight of these layers: what stays in host memory
     for weight in layers.parameters():
