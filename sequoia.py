@@ -40,7 +40,7 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones. MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, sys, time, warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -100,8 +100,8 @@ class Tree(tuple):
 
     def picture(self, labels):
         """A line for each node, below its parent's line and indented. labels: (size,)."""
-        lines = sorted(zip(self.paths, labels))
-        return "\n".join("    " * (len(path) - 1) + str(label) for path, label in lines)
+        return "\n".join("    " * (len(path) - 1) + str(label)
+                         for path, label in sorted(zip(self.paths, labels)))
 
     def __str__(self):
         return self.picture(range(self.size))
@@ -127,8 +127,7 @@ UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, becau
 FAR_BELOW = 100         # what top-k, top-p or min-p cut from a draft is lowered by this, for the same reason
 TRIED = -1e30           # a rejected token: below all others, but finite, because a row of -inf has no softmax
 
-# Random numbers u with 0 <= u < 1 and 53 random bits: uniform(rows, n) -> (rows, n).
-uniform = partial(torch.rand, dtype=torch.float64)
+uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n): 0 <= u < 1, with 53 random bits
 
 def gumbel_noise(u):
     """Noise that turns choosing into sampling: the k largest of scores + noise are k different tokens, drawn
@@ -365,8 +364,7 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). If all are in TEXT_BLIND, ids are None, and all rows come at once. end_tokens: ids, or
-    None."""
+    scores, (1, V). If all are in TEXT_BLIND, ids are None, and all rows come at once. end_tokens: ids."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -622,8 +620,8 @@ class TreeStep:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
-        seconds = time.perf_counter() - begun if is_timed else None
-        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
+        return Step(tree, node_tokens, tree.paths[node][1:], token,
+                    time.perf_counter() - begun if is_timed else None)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -704,8 +702,8 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level, up to MAX_LEVELS, adds its nodes to the list. As the list does
-    not know parents, Algorithm 1 makes the tree in the end."""
+    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree,
+    because the list has lost who is whose parent."""
     best = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # here the root's; the likeliest node's first
     for depth in range(1, MAX_LEVELS + 1):
@@ -735,12 +733,12 @@ class AcceptanceRates:
     """Counts how often a node's first, second, ... child was tried (a missing one, too), and accepted."""
 
     def __init__(self):
-        self.tried = np.full(len(PRIOR), PRIOR_TRIES)
-        self.accepted = PRIOR_TRIES * PRIOR
+        self.tried = Counter()
+        self.accepted = Counter()
 
     def learn(self, step):
         for node in (0, *step.path):
-            for rank, child in enumerate(step.tree.children[node][: len(PRIOR)]):
+            for rank, child in enumerate(step.tree.children[node]):
                 self.tried[rank] += 1
                 if child in step.path:
                     self.accepted[rank] += 1
@@ -748,10 +746,16 @@ class AcceptanceRates:
 
     def rates(self):
         """p_1, p_2, ...: how often a child is accepted if tried, times how often it is tried because all the
-        others before it are rejected. They fall, see `plan`."""
-        # Where a later child seems to be accepted more often, if tried, than an earlier one, that is noise.
-        if_tried = np.minimum.accumulate(self.accepted / self.tried)
-        return if_tried * np.append(1, 1 - if_tried[:-1]).cumprod()
+        others before it are rejected. They are made to fall, see `plan`."""
+        rates = []
+        if_tried = chance_tried = 1.0
+        for rank, guess in enumerate(PRIOR):
+            # The guess is at most the one before's `if_tried`, because with a bad draft all children are bad.
+            accepted = self.accepted[rank] + PRIOR_TRIES * min(guess, if_tried)
+            if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
+            rates.append(chance_tried * if_tried)
+            chance_tried *= 1 - if_tried
+        return np.minimum.accumulate(rates)
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
@@ -792,7 +796,7 @@ class Planner:
             # NO_TREE comes last, because the step behind it must feed the draft all that it has missed.
             yield from self.trials[:3]
 
-    def next_tree(self, tokens_left=WORTH_TRIALS):
+    def next_tree(self, tokens_left):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         is_worth_it = self.steps + tokens_left >= WORTH_TRIALS
         # A tree that is cut at the text's end would tell nothing about the whole.
@@ -801,8 +805,7 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # The first two are of one size, so their times differ by what the deeper one's draft passes take,
-        # and without that (unless c is cut to 0) they agree.
+        # The first two are of one size, so their times differ by what the deeper one's draft passes take.
         branched, straight, *_ = self.trials
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
@@ -832,10 +835,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
     So one child is an accepted t with the chance min(P[t] / rho, Q[t]). Let beta be the sum of this over all
     t. Then one of k children is accepted with the chance 1 - (1 - beta)^k, and rho is chosen so that this is
     rho beta, which makes it t with the chance min(P[t], rho Q[t]). What t lacks, max(P[t] - rho Q[t], 0), is
-    the residual, because all these together are the chance that no child is accepted.
-
-    Bisection finds rho: as it grows from 0 to k, 1 - (1 - beta)^k falls, while rho beta rises to k beta,
-    which is at least as much by the union bound."""
+    the residual, because all these together are the chance that no child is accepted. Bisection finds rho:
+    as it grows to k, 1 - (1 - beta)^k falls, and rho beta rises to k beta, no less by the union bound."""
     Q = log_Q.softmax(dim=1)
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
@@ -858,9 +859,8 @@ def verify_by_matching(P, log_Q, tokens, u):
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
     plus noise is a sample, and as both models get the same noise, their likeliest tokens often agree. A
-    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2.
-
-    The noise depends on seed, position and token alone, so a seed names the text for any tree and draft."""
+    single child is accepted with probability (1 - d) / (1 + d) or more, where d = sum |P - Q| / 2. The noise
+    depends on seed, position and token alone, so one seed gives one text with any tree and draft."""
     @lru_cache(64)          # because both models and the next steps ask for the same few positions' noise
     def noise(position, vocabulary, device):
         u = np.random.default_rng([seed, position]).random(vocabulary)

@@ -669,24 +669,22 @@ def test_captured_steps_equal_the_same_steps_called_again_on_a_gpu(name):
 
 # --- 7  The planner (section 4.1) ---------------------------------------------------------------------------
 @quick
-@pytest.mark.parametrize("true, found", [([0.5, 0.2, 0.1], [0.5, 0.2, 0.1]),
-                                         ([0.2, 0.5, 0.1], [0.2, 0.8 * 0.2, 0.8 * 0.8 * 0.2])])
-def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true, found):
-    """In the second case later children, if tried, do better than the first, so they count like it."""
+@pytest.mark.parametrize("true", [[0.5, 0.2, 0.1], [0.2, 0.5, 0.1]])
+def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true):
     acceptance = AcceptanceRates()
     for rank, rate in enumerate(true):
         acceptance.tried[rank] = 1e6 * (1 - sum(true[:rank]))
         acceptance.accepted[rank] = 1e6 * rate
-    assert acceptance.rates()[:3] == pytest.approx(found, abs=1e-4)
+    assert acceptance.rates()[:3] == pytest.approx(np.minimum.accumulate(true), abs=1e-4)
 
 @quick
 def test_a_child_was_tried_if_all_before_it_were_rejected():
-    acceptance, fresh = AcceptanceRates(), AcceptanceRates()
+    acceptance = AcceptanceRates()
     # The root's second child is accepted, and none of that node's two; then the root's first.
     for path in ([2], [1]):
         acceptance.learn(Step(k_ary(2, 3), 7 * [5], path, 0, 1.0))
-    assert (acceptance.tried - fresh.tried).tolist() == [4, 3] + 14 * [0]
-    assert (acceptance.accepted - fresh.accepted).round(9).tolist() == [1, 1] + 14 * [0]
+    assert acceptance.tried == collections.Counter({0: 4, 1: 3})
+    assert acceptance.accepted == collections.Counter({0: 1, 1: 1})
 
 # The paper's, of Llama-3-70B with the 8B as its draft; and a draft that is right less often below the root.
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
@@ -748,7 +746,7 @@ def simulated(name, is_noisy=False, seed=0):
     rng = np.random.default_rng(seed)
     planner = Planner("auto")
     for number in range(steps):
-        tree = planner.next_tree()
+        tree = planner.next_tree(99)
         noise = 0.1 * rng.exponential() + 2 * (rng.random() < 0.05) + 0.3 * (number < 20)
         seconds = (t(tree.size) + c * (tree.depth - 1)) * (1 + noise * is_noisy)
         planner.learn(Step(tree, [0], walk_by_rates(tree, rates, rng), 0, seconds))
@@ -786,7 +784,7 @@ def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_ar
 
     with mock.patch.object(sequoia, "plan", plan):
         for _ in range(400):
-            tree = planner.next_tree()
+            tree = planner.next_tree(99)
             seconds = 1.0 if tree in trees else 9.0
             trees.append(tree)
             planner.learn(Step(tree, [0], [], 0, seconds))
@@ -799,8 +797,8 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     shaped, stays = Planner((8, 4)), Planner(LATE)
     trees = []
     for _ in range(100):
-        trees.append(shaped.next_tree())
-        assert stays.next_tree() == LATE
+        trees.append(shaped.next_tree(99))
+        assert stays.next_tree(99) == LATE
         for planner in (shaped, stays):
             planner.learn(Step(planner.tree, [0], [1], 0, 1.0))
     assert trees[0] == optimal_tree(AcceptanceRates().rates(), 8, 4)
