@@ -301,7 +301,7 @@ def chance_of(path, tree, rates):
 @quick
 @given(acceptance_rates(), st.integers(1, 7))
 @example(np.array([1e-3, 1e-7, 1e-7]), 3)
-@example(np.array([0.6, 0.0]), 2)
+@example(np.float32([0.6, 0.0]), 2)
 @example(np.array([]), 7)
 @example(np.array([[0.1, 0.1], [0.6, 0.3]]), 7)
 def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, depth):
