@@ -207,7 +207,7 @@ def test_random_numbers_have_53_bits_and_noise_keeps_them():
     largest = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
     assert sequoia.gumbel_noise(largest).item() == pytest.approx(53 * math.log(2))
 
-# --- 3  One node and one step, plainly, 5  Many nodes at once, and 8  Other methods -------------------------
+# --- 3  One node and one step, plainly, 5  Many nodes at once, and 10  Other methods ------------------------
 @st.composite
 def targets_and_drafts(draw):
     """P, Q, (V,), and a number of children."""
@@ -324,7 +324,7 @@ def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, de
             with pytest.raises(ValueError, match=f"size={size} is too large: .* has {max(best)}$"):
                 optimal_tree(rates, size, depth)
 
-# --- 5b  Logits processors ----------------------------------------------------------------------------------
+# --- 6  Logits processors -----------------------------------------------------------------------------------
 @quick
 @pytest.mark.parametrize("kind, value", [("TopK", 2), ("TopP", 0.8), ("MinP", 0.4)])
 def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, value):
@@ -354,7 +354,7 @@ def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended_but_a_prom
     scores = sampling.node_scores(torch.zeros(6, 1), False, torch.arange(6), tree, tokens, text)
     assert scores[:, 0].tolist() == [5 + 9, 5 + 9 + 2, 0, 0, 5 + 9 + 2 + 3, 0]
 
-# --- 6  The tree in a model's cache, and the step on a device -----------------------------------------------
+# --- 7  The tree in a model's cache, and 8  The step on a device --------------------------------------------
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 GQA = dict(SMALL, num_key_value_heads=2)
@@ -667,7 +667,7 @@ def test_captured_steps_equal_the_same_steps_called_again_on_a_gpu(name):
     assert run.graph
     assert texts[0] == texts[1]
 
-# --- 7  The planner (section 4.1) ---------------------------------------------------------------------------
+# --- 9  The planner (section 4.1) ---------------------------------------------------------------------------
 @quick
 @pytest.mark.parametrize("true", [[0.5, 0.2, 0.1], [0.2, 0.5, 0.1]])
 def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true):
@@ -866,7 +866,7 @@ class Captured(Decoder):
         super().__init__(*given, **named)
         self.cuda_graph = True
 
-# --- 9  Decoding: greedy and sampled text -------------------------------------------------------------------
+# --- 11  Decoding: greedy and sampled text ------------------------------------------------------------------
 @pytest.mark.parametrize("name", some_quick(ARCHITECTURES, "llama", "gemma4", "gpt-oss", "roberta"))
 def test_greedy_text_is_generates_on_every_architecture_with_every_tree(name):
     """Windows are 12 tokens wide, and the text grows to 50, so most of it lies behind a window."""
@@ -1068,7 +1068,7 @@ def test_a_generator_and_a_tree_name_the_text_and_noise_is_fresh_in_every_step(l
     # Noise comes after the temperature, so near 0 it changes nothing.
     assert_as_generate(decoder, prompt_of(8), do_sample=True, temperature=1e-6, max_new_tokens=10)
 
-# --- 9  Decoding: what generate may be asked for ------------------------------------------------------------
+# --- 11  Decoding, and 12  What is refused ------------------------------------------------------------------
 def sevens_end(row, ids):
     """A grammar in which 7 ends a text, and behind it, or after a missing child, there is nothing to say."""
     assert 7 not in ids[12:]
@@ -1122,7 +1122,7 @@ def test_an_unfit_model_and_what_would_give_another_text_are_refused_in_words(wo
     with pytest.raises(ValueError, match=words):
         sequoia.generate(**given | REFUSED[words])
 
-# --- 9  Decoding: NaN, the probe, the graph, the report -----------------------------------------------------
+# --- 11  Decoding: NaN, the probe, the graph, the report ----------------------------------------------------
 @pytest.mark.parametrize("broken", [0, 1], ids=["target", "draft"])
 @pytest.mark.parametrize("method", some_quick(METHODS, "sequoia", "gumbel"))
 def test_a_targets_nan_is_an_error_that_names_it_and_a_drafts_only_costs_speed(method, broken):
@@ -1261,7 +1261,7 @@ def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_p
     assert out.equal(target.generate(**given))
     assert max(step.tree.size for step in steps) == 4
 
-# --- 10  Passes ---------------------------------------------------------------------------------------------
+# --- 13  Passes ---------------------------------------------------------------------------------------------
 def both_texts(target, draft):
     """A greedy and a sampled text."""
     texts = []
@@ -1347,7 +1347,7 @@ def test_offloaded_output_is_the_same_also_after_a_pass_that_ctrl_c_broke_off(na
     away = [name for name, weight in target.named_parameters() if weight.data_ptr() != home[name]]
     assert all(".1." in name for name in away)
 
-# --- 11  The command line -----------------------------------------------------------------------------------
+# --- 14  The command line -----------------------------------------------------------------------------------
 def run_main(capfd, *arguments):
     code = sequoia.main(list(arguments))
     out, err = capfd.readouterr()
