@@ -24,16 +24,16 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     python sequoia.py                                            # section 14: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
-Sections 1 to 9 are the method, and each builds on those before it (7 also takes a faster pass from 13). What
-must still hold after you change a section, as test_sequoia.py checks:
+Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the same step, fast, and 9 chooses trees; each
+builds on those before it. What must still hold after you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 6, 10   every token follows the target's distribution, for any method, draft and tree
     4                no other tree of that size and depth has more expected tokens
     7                a node's logits depend on its path alone
-    8                a step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph,
-                     and leaves in the caches what a fresh pass over the text would write there
+    8                a step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph;
+                     the caches then hold what a fresh pass would write (the draft's may lack the last entry)
     9                on simulated machines, even noisy ones, the planner's tree comes near the fastest
-    11, 12           the text of `generate` up to rounding (sampled, its distribution), or an error
+    11, 12           the text of `generate`, or if sampled its distribution, up to rounding; or an error
     13               offloaded, the same numbers; packed and traced, the same up to rounding
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
@@ -74,10 +74,10 @@ class Tree(tuple):
             3
         2
 
-    size, depth, branching: how many nodes and levels there are (the root's is one), and how many children a
-    node has at most. For each node: depths, its level, 0 for the root; ranks, its place among its siblings,
-    from 0; children; paths, the nodes from the root to it. mask, (size, size) bool: which nodes each node
-    sees, those on its path."""
+    size, depth, branching: how many nodes there are, how many levels, counting the root's, and how many
+    children a node has at most. For each node: depths, its level, 0 for the root; ranks, its place among its
+    siblings, from 0; children; paths, the nodes from the root to it. mask, (size, size) bool: which nodes
+    each node sees, those on its path."""
 
     def __init__(self, parents):                # which `tuple` has already stored
         if self[:1] != (NONE,):
@@ -123,9 +123,9 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
-UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, because the target may want it
-FAR_BELOW = 100         # what top-k, top-p or min-p cut from a draft is lowered by this, for the same reason
 TRIED = -1e30           # a rejected token: below all others, but finite, because a row of -inf has no softmax
+UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, because the target may want it
+LOWERED_BY = 100        # so much, where top-k, top-p or min-p would cut a draft's token, for the same reason
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n): 0 <= u < 1, with 53 random bits
 
@@ -208,9 +208,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and at most 700 below the highest: lower ones would all have the
-    probability 0 in Algorithm 2, but would not be equally likely to be proposed. No node may have more
-    children than there are tokens. say, word: see `verify_one_node`."""
+    must be finite (see `never_ruled_out`), and at most 700 below the highest, because the softmax of lower
+    ones is 0. No node may have more children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -221,7 +220,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.depths[node] == len(noise):         # the first one on its level
-                # Which node of a level is reached depends on earlier levels alone, so all can share noise.
+                # All can share noise: the one that the walk will reach is decided by the levels above.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -268,8 +267,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    Let a child and its younger siblings share n nodes: the child and its descendants take m, the siblings and
-    theirs the others. The most expected tokens that all of them add are, for the best m,
+    Below an accepted node let a child and its younger siblings share n nodes: the child and its descendants
+    take m, the siblings and theirs the others. The most expected tokens that they add are, for the best m,
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
@@ -328,7 +327,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         D = log_Q.softmax(dim=1) * exists       # a missing child must take nothing from R
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                               # one row, as in `walk` (never in a graph), needs no more
+            break                               # because `walk`, which gives one row, needs no more
         R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -344,7 +343,7 @@ class Method(NamedTuple):
     """How children are proposed and verified: by Sequoia's functions above, or by others in section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # like propose: the target's token, if chosen before it sees children
+    choose: Callable | None = None      # like propose: draws the target's token first, see verify_by_matching
     is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
@@ -394,7 +393,7 @@ class Sampling:
         for processor in self.processors:
             shaped = processor(ids, scores).float()
             if is_draft and type(processor) in TRUNCATING:
-                shaped = torch.where(shaped > RULED_OUT, shaped, scores - FAR_BELOW)
+                shaped = torch.where(shaped > RULED_OUT, shaped, scores - LOWERED_BY)
             scores = shaped
         return scores
 
@@ -434,13 +433,13 @@ class Place(NamedTuple):
     read_positions: Tensor      # (visible,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as index tensors. For the tree above, of which a
-    step keeps these tokens in one vector: [node 0, 1, 2, 3, previous (4), unread (5), NONE (-1)],
+    """Everything about a step that the tree alone decides, as index tensors. For the tree above, with four
+    nodes, the vector of a step's tokens is: nodes 0 to 3, `previous` (4), `unread` (5), and NONE (-1). So
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
-        mask       [[0, 0, -inf, -inf, ..], ..]   (size + 1, size + 2), 0 if seen: text, nodes, a free slot
-        children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and behind them at least one NONE
+        mask       [[0, 0, -inf, -inf, ..], ..]   0 if seen, (size + 1, size + 2); columns: see `place`
+        children   [[1, 2, -1], [3, -1, -1], ..]  in rank order, and after them at least one NONE
         passes     what grows the tree, level by level. Three tensors for each pass, here for two passes:
 
             parents      [0]        [1]      the nodes of a level that have children
@@ -472,9 +471,9 @@ class Layout:
         """The tree's Place with its root in slot `base`, a number or (1,), if passes read `visible` slots."""
         slots, positions = base + self.offsets
         read = torch.arange(visible, device=slots.device)
-        # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all behind.
+        # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all after them.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
-        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # outside the tree the slot
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere position = slot
         return Place(slots, positions, self.mask[:, columns], read_positions)
 
 class CachedModel:
@@ -486,7 +485,7 @@ class CachedModel:
         self.model = model
         config = model.config.get_text_config(decoder=True)
         self.window = getattr(config, "sliding_window", None)
-        self.kinds = getattr(config, "layer_types", None) or ()     # of layers; none if one mask is for all
+        self.kinds = getattr(config, "layer_types", None)       # of layers; if given, each kind takes a mask
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0)            # until the first text comes, shape[2] alone counts
 
@@ -535,15 +534,15 @@ class CachedModel:
 
         cache = transformers.Cache(layers=[])
         cache.update = update           # given masks and positions, a model asks its cache for nothing else
-        mask = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, visible)
+        full = sliding = mask[nodes][None, None].to(store)                      # (1, 1, nodes, visible)
         if self.window:
             too_far = positions[nodes, None] - read_positions >= self.window
-            windowed = mask.masked_fill(too_far, RULED_OUT)
-        masks = {kind: mask if kind == "full_attention" else windowed for kind in self.kinds}
+            sliding = full.masked_fill(too_far, RULED_OUT)
+        masks = {"full_attention": full, "sliding_attention": sliding}
         # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         return self.model(input_ids=ids, position_ids=positions[nodes][None], past_key_values=cache,
-                          attention_mask=masks or windowed).logits[0]
+                          attention_mask=masks if self.kinds else sliding).logits[0]
 
 # --- 8  The step on a device --------------------------------------------------------------------------------
 class Step(NamedTuple):
@@ -580,7 +579,7 @@ def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
-    # The rank NONE reads the last column, which is all NONE, so then the larger number is the node's own.
+    # A child's number is larger than its parent's. The rank NONE reads the last column, NONE: smaller.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in range(layout.tree.depth - 1):
@@ -630,8 +629,8 @@ class TreeStep:
         layout = self.layout
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
-        # 0. The tree takes its place after the text. A static step reads all slots, and the mask hides free
-        # ones. So does any step on a GPU, where it costs time to choose attention's kernels for a new number.
+        # 0. The tree takes its place after the text. A static step reads all slots, also the free ones, which
+        # the mask hides. So does any step on a GPU, where for each new number attention chooses kernels anew.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -640,7 +639,7 @@ class TreeStep:
             logits = resized(draft.logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            # All of a level use the same random numbers, see `step_plainly`.
+            # All of a level share random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         # 2. The target scores it, in one pass.
         logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
@@ -692,7 +691,7 @@ MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
-TIMINGS = 4                             # trees are compared by the least time of so many last steps
+TIMINGS = 4                             # how many last steps with a tree count; their least time is its time
 WORTH_TRIALS = 64                       # steps done plus tokens left: if fewer, trials would not pay
 
 def plan(rates, sizes, t, c):
@@ -705,7 +704,7 @@ def plan(rates, sizes, t, c):
     chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree,
     because the list has lost who is whose parent."""
     best = 0.0                                                  # tokens per second
-    last_level = chances = np.ones(1)                           # here the root's; the likeliest node's first
+    last_level = chances = np.ones(1)                           # of the root; later of more nodes, sorted
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
@@ -767,17 +766,18 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        # From the first two, which have equally many nodes, `latency` learns what a draft pass takes.
-        self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
-        self.schedule = self.wanted_trees()
-        self.wanted = next(self.schedule)
+        # Two of them have equally many nodes, so that `latency` can tell what a draft pass takes.
+        self.trials = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
+        self.upcoming = self.schedule()
+        self.scheduled = next(self.upcoming)
 
     def best_of(self, shape):
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
-    def wanted_trees(self):
-        """What to run next, a trial or the plan. `learn` asks for another when it knows this one's time."""
-        yield from sorted(TIMINGS * self.trials)        # those of one tree in a row, NO_TREE's first
+    def schedule(self):
+        """The trees to run, trials and plans. `learn` asks for the next one when this one has been timed."""
+        for trial in self.trials:
+            yield from TIMINGS * [trial]
         while True:
             if self.trials:
                 sizes, t, c = self.latency()
@@ -793,20 +793,21 @@ class Planner:
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because the step behind it must feed the draft all that it has missed.
-            yield from self.trials[:3]
+            # NO_TREE comes last, because the next step must feed the draft all that it has missed meanwhile.
+            yield from reversed(self.trials[:3])
 
     def next_tree(self, tokens_left):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        is_worth_it = self.steps + tokens_left >= WORTH_TRIALS
-        # A tree that is cut at the text's end would tell nothing about the whole.
-        return self.wanted if is_worth_it and self.wanted.depth <= tokens_left else self.tree
+        # The second condition: a tree that is cut at the text's end would tell nothing about the whole.
+        if self.steps + tokens_left < WORTH_TRIALS or self.scheduled.depth > tokens_left:
+            return self.tree
+        return self.scheduled
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # The first two are of one size, so their times differ by what the deeper one's draft passes take.
-        branched, straight, *_ = self.trials
+        # These two are of one size, so their times differ by what the deeper one's draft passes take.
+        _, branched, straight, *_ = self.trials
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
@@ -818,8 +819,8 @@ class Planner:
         self.acceptance.learn(step)
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
-            if step.tree == self.wanted:
-                self.wanted = next(self.schedule)
+            if step.tree == self.scheduled:
+                self.scheduled = next(self.upcoming)
 
 # --- 10  Other methods --------------------------------------------------------------------------------------
 def propose_independent(log_Q, k, rand):
@@ -832,15 +833,14 @@ def propose_likeliest(log_Q, k, rand):
 def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-    So one child is an accepted t with the chance min(P[t] / rho, Q[t]). Let beta be the sum of this over all
-    t. Then one of k children is accepted with the chance 1 - (1 - beta)^k, and rho is chosen so that this is
-    rho beta, which makes it t with the chance min(P[t], rho Q[t]). What t lacks, max(P[t] - rho Q[t], 0), is
-    the residual, because all these together are the chance that no child is accepted. Bisection finds rho:
-    as it grows to k, 1 - (1 - beta)^k falls, and rho beta rises to k beta, no less by the union bound."""
+    One child is token t and is accepted with the chance min(P[t] / rho, Q[t]). Let beta be the sum over t, so
+    that one of k children is accepted with A = 1 - (1 - beta)^k. If rho is chosen so that A = rho beta, the
+    accepted one is t with the chance min(P[t], rho Q[t]). The residual is what t lacks, max(P[t] - rho Q[t],
+    0), in sum 1 - A. Bisection finds rho: as it grows to k, A falls, and rho beta rises to k beta >= A."""
     Q = log_Q.softmax(dim=1)
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
-    rho = width = k                             # for no children 0: 0 / 0 is NaN below, and rho stays 0
+    rho = width = k                             # without children 0, and it stays 0
     for _ in range(50):                         # the solution is in (rho - width, rho]
         width = width / 2
         lower = rho - width
@@ -850,9 +850,9 @@ def verify_by_spectr(P, log_Q, tokens, u):
     accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
     return first_accepted(accepted), (P - rho * Q).clamp(min=0) + 1e-20 * P
 
-# With naive, topk and gumbel the target draws its own token before it sees a child: P is one-hot. A child
-# that is this token is accepted. If none is, P gives the token itself. That is lossless for any children.
 def verify_by_matching(P, log_Q, tokens, u):
+    """With naive, topk and gumbel the target chooses its own token before it sees a child: P is one-hot. The
+    child that is this token is accepted. If none is, P gives the token itself. Any children are lossless."""
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
@@ -963,8 +963,8 @@ class Decoder:
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # TreeSteps are kept for their graphs. A graph fits only the capacity and the key of its capture.
-        self.tree_step = lru_cache(16)(lambda tree, static, capacity, key:
+        # TreeSteps are kept for their graphs, which fit only the capacity and the key of their capture.
+        self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                        TreeStep(tree, models, step_generator, static))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
@@ -1039,7 +1039,7 @@ class Decoder:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
-            step = self.tree_step(tree, static, capacity, sampling.key)(text, sampling)
+            step = self.step_for(tree, static, capacity, sampling.key)(text, sampling)
             planner.learn(step)
 
     def choose_tree(self, planner, length, left, static):
@@ -1089,17 +1089,17 @@ PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored a
 def probe(target, text, logits):
     """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
-    last tokens. In a tree with a twin of each they must be the same up to rounding; for a, b, c in this one:
+    last tokens, here a, b, c. Feeds these again as a tree, which must give the same logits up to rounding:
 
         a─┬─b───c
-          └─b───c        this twin stands behind the other, and must not see it"""
+          └─b───c        the second branch comes after the first one, and must not see it"""
     count = len(logits)
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
     base = len(text) - count
     entries = target.store[:, :, base:]
     kept = entries.clone()
-    # The nodes' tokens are a, b, b, c, c. We compare nodes 0, 2 and 4, which are a and the second twins.
+    # The nodes' tokens are a, b, b, c, c. We compare nodes 0, 2 and 4, which are a and the second branch.
     place = layout.place(base, base + layout.tree.size)
     again = target.logits(text[base:][layout.tree.depths], layout.nodes, place)[::2]
     entries.copy_(kept)                         # because those of another pass are rounded in another way
@@ -1169,7 +1169,7 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples that differ in all that may vary: nodes, tokens before them, and (the last has 512) capacity.
+    # Examples that differ in all that may vary: tokens before the nodes, nodes, capacity (256, 256 and 512).
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
     for base, count in ((4, 3), (16, 15), (60, 1)):
@@ -1322,7 +1322,7 @@ class ExplainingDecoder(Decoder):
             if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
-            return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
+            return shaped.clamp(min=shaped.max() - 700)         # which `step_plainly` needs for a draft
 
         word = lambda tokens: repr(self.tokenizer.decode(tokens))
         while True:

@@ -334,7 +334,7 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
     kept = processed(None, logits, is_draft=False)
     assert kept.tolist() == [[6.0, RULED_OUT, pytest.approx(5.8), RULED_OUT]]
     kept = processed(None, logits, is_draft=True)
-    assert kept.tolist() == [[6.0, 2 - sequoia.FAR_BELOW, pytest.approx(5.8), -2000 - sequoia.FAR_BELOW]]
+    assert kept.tolist() == [[6.0, 2 - sequoia.LOWERED_BY, pytest.approx(5.8), -2000 - sequoia.LOWERED_BY]]
 
 @quick
 @pytest.mark.parametrize("temperature", [1e-9, 0.7, 50.0])
@@ -818,7 +818,7 @@ def test_trials_come_only_where_a_plan_would_still_pay_and_a_text_has_room_for_t
     assert trees == before * [planner.tree] + 4 * [NO_TREE] + (96 - before) * [planner.tree]
     assert planner.next_tree(8) == chain(7)
     planner.learn(Step(chain(7), [0], [], 0, None))            # without a time it was no trial
-    assert planner.wanted == chain(7)
+    assert planner.scheduled == chain(7)
 
 @quick
 def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_two_of_them():
@@ -830,7 +830,7 @@ def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_tw
 def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
     planner = Planner("auto")
     planner.trials.append(k_ary(2, 3))
-    for tree, seconds in zip(planner.trials, (2.0, 1.0, 3.0, 2.0)):
+    for tree, seconds in zip(planner.trials, (3.0, 2.0, 1.0, 2.0)):
         planner.seconds[tree] += 4 * [seconds]
     sizes, t, c = planner.latency()
     assert sizes == [1, 7, 8]
