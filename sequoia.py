@@ -434,7 +434,7 @@ class Place(NamedTuple):
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above, with four
-    nodes, the vector of a step's tokens is: nodes 0 to 3, `previous` (4), `unread` (5), and NONE (-1). So
+    nodes, the vector of a step's tokens is: nodes 0 to 3, then `previous`, 4, then NONE, 5 or -1. So
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -444,7 +444,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes of a level that have children
             fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with `unread`"""
+            proposed     [[1, 2]]   [[3]]    where each parent's children go; padding to 4, by then unread"""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -454,7 +454,6 @@ class Layout:
 
         self.tree = tree
         self.previous = tree.size
-        self.unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
@@ -464,7 +463,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], self.unread)
+            proposed = padded([tree.children[node] for node in parents], self.previous)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
@@ -598,7 +597,7 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # see Layout
+        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)     # see Layout
         self.calls = 0
         self.graph = None
 

@@ -676,6 +676,10 @@ def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true):
         acceptance.tried[rank] = 1e6 * (1 - sum(true[:rank]))
         acceptance.accepted[rank] = 1e6 * rate
     assert acceptance.rates()[:3] == pytest.approx(np.minimum.accumulate(true), abs=1e-4)
+    bad = AcceptanceRates()
+    bad.tried[0] = 12                   # which lowers the guesses for later children, too
+    assert bad.rates()[:2] == pytest.approx([0.12, (1 - 0.12) * 0.12])
+
 
 @quick
 def test_a_child_was_tried_if_all_before_it_were_rejected():
@@ -1007,8 +1011,7 @@ ROPES = {"yarn": (128, dict(OF_32, rope_type="yarn", factor=4.0), 128),
 
 @pytest.mark.parametrize("name", some_quick(ROPES, "yarn"))
 def test_a_text_ends_one_token_behind_the_context(name):
-    """One, because the last token is never fed. Past its short length longrope would rotate all earlier keys
-    anew, which a cache does not follow, so neither the text nor nodes must get there."""
+    """Because the last token is never fed. Past longrope's a cache would have to rotate its keys anew."""
     most, rope, context = ROPES[name]
     target, draft = make_pair("llama", max_position_embeddings=most, rope_parameters=rope)
     decoder = Decoder(target, draft, sequences(3, 4))
@@ -1016,7 +1019,6 @@ def test_a_text_ends_one_token_behind_the_context(name):
         assert_as_generate(decoder, prompt_of(length), max_length=context + 1)
         with pytest.raises(ValueError, match=f"fills the target's context of {context} tokens"):
             decoder.generate(prompt_of(length), max_length=context + 2)
-    # There may be one rope for each kind of layer.
     kinds = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
     gemma = dict(max_position_embeddings=most, rope_parameters=kinds, layer_types=[*kinds])
     assert sequoia.context_of(SimpleNamespace(config=config_of("gemma3", **gemma))) == context
