@@ -795,7 +795,7 @@ class Planner:
             # NO_TREE comes last, because the next step must feed the draft all that it has missed meanwhile.
             yield from reversed(self.trials[:3])
 
-    def next_tree(self, tokens_left):
+    def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
         # The second condition: a tree that is cut at the text's end would tell nothing about the whole.
         if self.steps + tokens_left < WORTH_TRIALS or self.scheduled.depth > tokens_left:
