@@ -24,7 +24,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     python sequoia.py                                            # section 14: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
-Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the same step, fast, and 9 chooses trees; each
+Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the fast step, and 9 chooses trees: each of these
 builds on those before it. What must still hold after you change a section, as test_sequoia.py checks:
 
     2, 3, 5, 6, 10   every token follows the target's distribution, for any method, draft and tree
@@ -123,9 +123,9 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
-TRIED = -1e30           # a rejected token: below all others, but finite, because a row of -inf has no softmax
-UNLIKELY = -1000        # a draft's token of probability 0: not ruled out, because the target may want it
-LOWERED_BY = 100        # so much, where top-k, top-p or min-p would cut a draft's token, for the same reason
+TRIED = -1e30           # rejected: below all others, but finite, because a row of -inf has no softmax
+UNLIKELY = -1000        # in place of -inf in a draft, because the target may want the token
+LOWERED_BY = 100        # what a draft's token loses, for the same reason, where top-k, top-p or min-p cut it
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n): 0 <= u < 1, with 53 random bits
 
@@ -323,11 +323,11 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank in range(tokens.shape[1]):
         token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
-        s = token.clamp(min=0)                  # for a missing child any index, because `exists` undoes it
-        D = log_Q.softmax(dim=1) * exists       # a missing child must take nothing from R
+        s = token.clamp(min=0)                  # for a missing child any: only missing ones come after it
+        D = log_Q.softmax(dim=1) * exists       # because a missing child must take nothing from R
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                               # because `walk`, which gives one row, needs no more
+            break                               # `walk` needs no more (one row is never in a graph)
         R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -358,7 +358,7 @@ class Method(NamedTuple):
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
 # that one of these cuts from the draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# These do not look at the text. Others may, so they are called node by node, slowly, and not captured.
+# These never look at the text. All others are called node by node, slowly, and are not captured in a graph.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
@@ -371,7 +371,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # Texts of one key share plans and graphs. (With processors that read the text nothing is captured.)
+        # Texts of one key share plans and graphs. (What reads the text is left out: it has no graph.)
         self.key = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -421,9 +421,9 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Between steps the slots before base hold the text, but the draft's cache may lack the last entry: the draft
-# is never fed a leaf, which proposes nothing, and a step's last accepted node may be one. So the first draft
-# pass of a step also feeds *previous*, the token before the root, whether its entry is there or not.
+# Between steps the slots before base hold the text, but the draft's cache may lack the last entry, because
+# leaves propose nothing and are not fed to the draft, and a step's last accepted node may be a leaf. So each
+# step's first draft pass also feeds *previous*, the token before the root, whether its entry is there or not.
 
 class Place(NamedTuple):
     """Where a tree stands in a cache of which passes read the first `visible` slots."""
@@ -434,7 +434,7 @@ class Place(NamedTuple):
 
 class Layout:
     """Everything about a step that the tree alone decides, as index tensors. For the tree above, with four
-    nodes, the vector of a step's tokens is: nodes 0 to 3, then `previous`, 4, then NONE, 5 or -1. So
+    nodes, the vector of a step's tokens is [node 0, 1, 2, 3, previous (4), never read (5), NONE (-1)]. So
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -444,7 +444,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes of a level that have children
             fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go; padding to 4, by then unread"""
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with 5"""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -463,7 +463,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], self.previous)
+            proposed = padded([tree.children[node] for node in parents], tree.size + 1)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
@@ -535,8 +535,7 @@ class CachedModel:
         cache.update = update           # given masks and positions, a model asks its cache for nothing else
         full = sliding = mask[nodes][None, None].to(store)                      # (1, 1, nodes, visible)
         if self.window:
-            too_far = positions[nodes, None] - read_positions >= self.window
-            sliding = full.masked_fill(too_far, RULED_OUT)
+            sliding = full.masked_fill(positions[nodes, None] - read_positions >= self.window, RULED_OUT)
         masks = {"full_attention": full, "sliding_attention": sliding}
         # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
@@ -550,7 +549,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass, and before a captured step's replays
+    seconds: float | None            # None for a prompt's pass, and until a graph has been captured
 
     @property
     def tokens(self):
@@ -578,7 +577,7 @@ def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
-    # A child's number is larger than its parent's. The rank NONE reads the last column, NONE: smaller.
+    # The rank NONE reads the last column, NONE, so the maximum is the node, and otherwise it is the child.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in range(layout.tree.depth - 1):
@@ -597,7 +596,7 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        self.tokens = self.layout.nodes.new_full([tree.size + 2], NONE)     # see Layout
+        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # see Layout
         self.calls = 0
         self.graph = None
 
@@ -609,7 +608,6 @@ class TreeStep:
         self.tokens[self.layout.previous] = text[-2]
         # If static, call 1 warms up, call 2 captures and replays, and later ones only replay, and are timed.
         self.calls += 1
-        is_timed = self.calls > 2 or not self.static
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
@@ -619,7 +617,7 @@ class TreeStep:
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
         return Step(tree, node_tokens, tree.paths[node][1:], token,
-                    time.perf_counter() - begun if is_timed else None)
+                    time.perf_counter() - begun if self.calls > 2 or not self.static else None)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -628,8 +626,8 @@ class TreeStep:
         layout = self.layout
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
-        # 0. The tree takes its place after the text. A static step reads all slots, also the free ones, which
-        # the mask hides. So does any step on a GPU, where for each new number attention chooses kernels anew.
+        # 0. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
+        # So does any step on a GPU, where attention chooses its kernels anew for each new number of slots.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -778,26 +776,29 @@ class Planner:
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
-            if self.trials:
-                sizes, t, c = self.latency()
-                self.tree = plan(self.acceptance.rates(), sizes, t, c)
-                if size := size_to_try(self.tree.size, sizes):
-                    trial = self.best_of((size, self.tree.depth + 2))       # larger, so deeper
-                    yield from TIMINGS * [trial]
-                    self.trials.append(trial)
-                    continue
-            else:
-                self.tree = self.best_of(self.shape)
+            while trial := self.plan_again():
+                yield from TIMINGS * [trial]
+                self.trials.append(trial)
             # Kept until the steps have doubled; or quadrupled if no tree pays, as trials cost most there.
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because the next step must feed the draft all that it has missed meanwhile.
+            # NO_TREE comes last, because the step after it takes longer: the draft catches up on the text.
             yield from reversed(self.trials[:3])
+
+    def plan_again(self):
+        """Plans `tree`. Returns one more tree to time before the plan is kept, or None."""
+        if not self.trials:
+            self.tree = self.best_of(self.shape)
+            return None
+        sizes, t, c = self.latency()
+        self.tree = plan(self.acceptance.rates(), sizes, t, c)
+        size = size_to_try(self.tree.size, sizes)
+        return size and self.best_of((size, self.tree.depth + 2))       # larger, so deeper
 
     def next_tree(self, tokens_left=WORTH_TRIALS):
         """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        # The second condition: a tree that is cut at the text's end would tell nothing about the whole.
+        # Trials must be worth it, and whole: a tree cut at the text's end would tell nothing about itself.
         if self.steps + tokens_left < WORTH_TRIALS or self.scheduled.depth > tokens_left:
             return self.tree
         return self.scheduled
@@ -962,7 +963,7 @@ class Decoder:
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # TreeSteps are kept for their graphs, which fit only the capacity and the key of their capture.
+        # TreeSteps are kept for their graphs, which capacity and key only tell apart: they fit no others.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                        TreeStep(tree, models, step_generator, static))
 
@@ -1033,7 +1034,7 @@ class Decoder:
                                  f"configuration gives it: lower max_new_tokens")
             static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, static)
-            # Steps without a tree do not feed the draft, so before the next one with a tree it is fed all.
+            # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
             capacity = self.target.reserve(len(text) + tree.size)
@@ -1043,7 +1044,7 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # With a graph a trial takes as long as several steps, for its capture, so a token counts a quarter.
+        # With a graph a trial is about four times as dear, for its capture, so it must fit into a quarter.
         tree = planner.next_tree(left // 4 if static else left)
         if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
@@ -1132,8 +1133,8 @@ def check_call(target, ids, config, arguments):
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
         reasons[name] = getattr(config, name)   # because none of these outputs is made here
     # Arguments for the model might change the text, except these defaults and those from `generate` itself.
-    positions = torch.arange(ids.shape[1], device=ids.device)
-    usual = {"attention_mask": 1, "token_type_ids": 0, "position_ids": positions}
+    usual = {"attention_mask": 1, "token_type_ids": 0,
+             "position_ids": torch.arange(ids.shape[1], device=ids.device)}
     from_generate = ("logits_to_keep", "past_key_values", "use_cache")
     for name, value in arguments.items():
         if name not in from_generate and value is not None and value != {}:     # None and {}: not given
