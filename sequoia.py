@@ -29,9 +29,8 @@ builds on those before it. What must still hold after you change a section, as t
 
     2, 3, 5, 6, 10   every token follows the target's distribution, for any method, draft and tree
     4                no other tree of that size and depth has more expected tokens
-    7                a node's logits depend on its path alone
-    8                a step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph;
-                     the caches then hold what a fresh pass would write (the draft's may lack the last entry)
+    7, 8             a node's logits depend on its path alone; moved entries equal a fresh pass's; Sequoia's
+                     step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph
     9                on simulated machines, even noisy ones, the planner's tree comes near the fastest
     11, 12           the text of `generate`, or if sampled its distribution, up to rounding; or an error
     13               offloaded, the same numbers; packed and traced, the same up to rounding
@@ -125,9 +124,9 @@ def k_ary(k, depth):
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
 TRIED = -1e30           # rejected: below all others, but finite, because a row of -inf has no softmax
 UNLIKELY = -1000        # in place of -inf in a draft, because the target may want the token
-LOWERED_BY = 100        # what a draft's token loses, for the same reason, where top-k, top-p or min-p cut it
+LOWERED_BY = 100        # what a draft's token loses where top-k, top-p or min-p cut it, for the same reason
 
-uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n): 0 <= u < 1, with 53 random bits
+uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
 
 def gumbel_noise(u):
     """Noise that turns choosing into sampling: the k largest of scores + noise are k different tokens, drawn
@@ -323,11 +322,12 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     for rank in range(tokens.shape[1]):
         token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
-        s = token.clamp(min=0)                  # for a missing child any: only missing ones come after it
-        D = log_Q.softmax(dim=1) * exists       # because a missing child must take nothing from R
+        s = token.clamp(min=0)
+        # A missing child takes nothing from R. (Its s is 0, which is harmless, as only missing ones follow.)
+        D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                               # `walk` needs no more (one row is never in a graph)
+            break                               # one row, as in `walk` (never in a graph), needs no more
         R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -343,11 +343,11 @@ class Method(NamedTuple):
     """How children are proposed and verified: by Sequoia's functions above, or by others in section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # like propose: draws the target's token first, see verify_by_matching
+    choose: Callable | None = None      # target's scores, 1, rand -> its own token, before it sees children
     is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
-        """P from the target's scores, (rows, V); after a choice it is 1 for that token and 0 elsewhere."""
+        """P from the target's scores, (rows, V). If it has chosen a token, P is 1 there and 0 elsewhere."""
         if not self.choose:
             return scores.softmax(dim=1)
         token = self.choose(scores, 1, rand)
@@ -358,7 +358,7 @@ class Method(NamedTuple):
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
 # that one of these cuts from the draft is only lowered, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# These never look at the text. All others are called node by node, slowly, and are not captured in a graph.
+# These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
@@ -371,7 +371,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # Texts of one key share plans and graphs. (What reads the text is left out: it has no graph.)
+        # The key of plans and graphs. (With a processor that reads the text nothing is captured.)
         self.key = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -484,12 +484,12 @@ class CachedModel:
         self.model = model
         config = model.config.get_text_config(decoder=True)
         self.window = getattr(config, "sliding_window", None)
-        self.kinds = getattr(config, "layer_types", None)       # of layers; if given, each kind takes a mask
+        self.kinds = getattr(config, "layer_types", None)       # of layers; None where one mask is for all
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0)            # until the first text comes, shape[2] alone counts
+        self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
 
     def reserve(self, length):
-        """Makes room for so many tokens, and keeps those that are there. Returns the capacity."""
+        """Makes room for a text of this length, and keeps what is there. Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
         while length > self.store.shape[2]:
             self.store = pad(self.store, (0, 0, 0, max(256, self.store.shape[2])))
@@ -636,7 +636,7 @@ class TreeStep:
             logits = resized(draft.logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            # All of a level share random numbers, see `step_plainly`.
+            # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         # 2. The target scores it, in one pass.
         logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
@@ -688,8 +688,9 @@ MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
-TIMINGS = 4                             # how many last steps with a tree count; their least time is its time
-WORTH_TRIALS = 64                       # steps done plus tokens left: if fewer, trials would not pay
+TIMINGS = 4                             # a tree's time is the least of so many last steps with it
+# Trials wait until steps done plus tokens left reach this. In less, a plan would not win back their cost.
+WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
@@ -698,10 +699,9 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree,
-    because the list has lost who is whose parent."""
+    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree."""
     best = 0.0                                                  # tokens per second
-    last_level = chances = np.ones(1)                           # of the root; later of more nodes, sorted
+    last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
@@ -721,7 +721,7 @@ def size_to_try(planned, sizes):
     (32, 13, None)"""
     if sizes[-1] < min(2 * planned, MAX_NODES):
         return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
-    # Or halfway to the next timed one, where t(n) is only interpolated, unless that is hardly any larger.
+    # Or halfway to the next timed one, if that is clearly more, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
 
@@ -741,12 +741,12 @@ class AcceptanceRates:
                     break                               # because the next ones were not tried
 
     def rates(self):
-        """p_1, p_2, ...: how often a child is accepted if tried, times how often it is tried because all the
-        others before it are rejected. They are made to fall, see `plan`."""
+        """p_1, p_2, ...: the chance that a child is accepted if it is tried, times the chance that it is,
+        because all before it are rejected. They are made to fall, see `plan`."""
         rates = []
         if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
-            # The guess is at most the one before's `if_tried`, because with a bad draft all children are bad.
+            # At most what the child before it reached, because a child is hardly accepted more often.
             accepted = self.accepted[rank] + PRIOR_TRIES * min(guess, if_tried)
             if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
             rates.append(chance_tried * if_tried)
@@ -814,7 +814,7 @@ class Planner:
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
     def learn(self, step):
-        """Learns from a step which children were accepted, and how long it took."""
+        """Learns from a step which of the children that were tried were accepted, and how long it took."""
         self.steps += 1
         self.acceptance.learn(step)
         if step.seconds:
@@ -826,6 +826,7 @@ class Planner:
 def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
     return draw(log_Q.softmax(dim=1), rand(len(log_Q), k))
+
 
 def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
@@ -840,7 +841,7 @@ def verify_by_spectr(P, log_Q, tokens, u):
     Q = log_Q.softmax(dim=1)
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
-    rho = width = k                             # without children 0, and it stays 0
+    rho = width = k                             # without children 0, so the residual is P
     for _ in range(50):                         # the solution is in (rho - width, rho]
         width = width / 2
         lower = rho - width
@@ -851,8 +852,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
     return first_accepted(accepted), (P - rho * Q).clamp(min=0) + 1e-20 * P
 
 def verify_by_matching(P, log_Q, tokens, u):
-    """With naive, topk and gumbel the target chooses its own token before it sees a child: P is one-hot. The
-    child that is this token is accepted. If none is, P gives the token itself. Any children are lossless."""
+    """With naive, topk and gumbel P is 1 for the token that the target has chosen. A child that is this token
+    is accepted. If none is, P gives the token itself. That is lossless for any children."""
     accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
     return first_accepted(accepted), P
 
@@ -868,7 +869,7 @@ def shared_noise(seed):
 
     return lambda ids, scores: scores + noise(ids.shape[1], scores.shape[1], scores.device)
 
-# At temperature 0 every method becomes this one: all choose the likeliest tokens.
+# Without sampling every method becomes this one, because all choose the likeliest tokens.
 GREEDY = Method(propose_likeliest, verify_by_matching, propose_likeliest)
 METHODS = {
     "sequoia": Method(propose_different, verify_nodes),
@@ -876,7 +877,7 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr),
     "naive": Method(propose_independent, verify_by_matching, propose_independent),
     "topk": Method(propose_likeliest, verify_by_matching, propose_independent),
-    "gumbel": GREEDY._replace(is_coupled=True),     # the likeliest by score plus noise are samples
+    "gumbel": GREEDY._replace(is_coupled=True),     # because the likeliest by score plus noise are samples
 }
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -963,7 +964,7 @@ class Decoder:
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # TreeSteps are kept for their graphs, which capacity and key only tell apart: they fit no others.
+        # Kept for their graphs, each of which goes on with the caches and the settings of its capture.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                        TreeStep(tree, models, step_generator, static))
 
@@ -1015,8 +1016,7 @@ class Decoder:
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        # A clone, because a processor may write into it, and `probe` compares the logits.
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # `probe` needs them
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         while True:
@@ -1044,7 +1044,7 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # With a graph a trial is about four times as dear, for its capture, so it must fit into a quarter.
+        # To capture a trial's tree takes as long as several steps, so then a text must be four times as long.
         tree = planner.next_tree(left // 4 if static else left)
         if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
@@ -1322,7 +1322,7 @@ class ExplainingDecoder(Decoder):
             if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
-            return shaped.clamp(min=shaped.max() - 700)         # which `step_plainly` needs for a draft
+            return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
 
         word = lambda tokens: repr(self.tokenizer.decode(tokens))
         while True:
