@@ -175,7 +175,7 @@ def never_ruled_out(log_Q):
 # rejected, and the next child comes from D, the draft without that token. That is the same task again, with R
 # and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
 #
-# Sequoia is robust because no token is tried twice: if the k children are all the tokens that the target can
+# Sequoia is robust because no token is tried twice: if the children include all tokens that the target can
 # want, one of them is always accepted (the cover property, Theorem 3.7). A rejected token had R < D, so the
 # next residual gives it nothing. When a single wanted token is left, R is 1 there, so it is accepted.
 # SpecInfer draws with replacement, so the same token may be drawn again, only to be rejected again.
@@ -372,7 +372,7 @@ class Sampling:
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
         # The key of plans and graphs. (With a processor that reads the text nothing is captured.)
-        self.key = method, self.reads_text, *[(type(one), *vars(one).values()) for one in blind]
+        self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
         """The scores after some nodes of a tree, from a model's logits, (rows, V) each. A processor that
@@ -608,6 +608,7 @@ class TreeStep:
         self.tokens[self.layout.previous] = text[-2]
         # If static, call 1 warms up, call 2 captures and replays, and later ones only replay, and are timed.
         self.calls += 1
+        is_timed = self.calls > 2 or not self.static
         if self.static and self.calls == 2:
             self.capture(text, sampling)
         if self.graph:
@@ -616,8 +617,8 @@ class TreeStep:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         tree = self.layout.tree
-        return Step(tree, node_tokens, tree.paths[node][1:], token,
-                    time.perf_counter() - begun if self.calls > 2 or not self.static else None)
+        seconds = time.perf_counter() - begun if is_timed else None
+        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -659,7 +660,7 @@ class TreeStep:
             for model in self.models:
                 entries = model.store.index_select(2, place.slots[path])
                 model.store.index_copy_(2, place.slots[: len(path)], entries)
-        return torch.cat([path[-1:], token, tokens[: layout.tree.size]])
+        return torch.cat([path[-1:], token, tokens[layout.nodes]])
 
     def capture(self, text, sampling):
         try:
@@ -772,7 +773,8 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees to run, trials and plans. `learn` asks for the next one when this one has been timed."""
+        """The trees to run. `learn` asks for the next one when this one has been timed. For "auto": none, 8x4 and
+        the chain 4 times each, a plan, perhaps 16x6 4 times, a plan, that until steps double, and so on."""
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
@@ -807,7 +809,7 @@ class Planner:
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
         # These two are of one size, so their times differ by what the deeper one's draft passes take.
-        _, branched, straight, *_ = self.trials
+        branched, straight = self.trials[1:3]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
@@ -826,7 +828,6 @@ class Planner:
 def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
     return draw(log_Q.softmax(dim=1), rand(len(log_Q), k))
-
 
 def propose_likeliest(log_Q, k, rand):
     return most_likely(log_Q, k)
@@ -1132,12 +1133,11 @@ def check_call(target, ids, config, arguments):
         "a target in training mode: call its eval()": target.training}
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
         reasons[name] = getattr(config, name)   # because none of these outputs is made here
-    # Arguments for the model might change the text, except these defaults and those from `generate` itself.
+    # Arguments for the model might change the text, except None, {}, these, and what `generate` itself adds.
     usual = {"attention_mask": 1, "token_type_ids": 0,
              "position_ids": torch.arange(ids.shape[1], device=ids.device)}
-    from_generate = ("logits_to_keep", "past_key_values", "use_cache")
     for name, value in arguments.items():
-        if name not in from_generate and value is not None and value != {}:     # None and {}: not given
+        if name not in ("logits_to_keep", "past_key_values", "use_cache") and value not in (None, {}):
             reasons[f"this {name}"] = name not in usual or (value != usual[name]).any()
     refused = [reason for reason, holds in reasons.items() if holds]
     if refused:
