@@ -773,8 +773,8 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees to run. `learn` asks for the next one when this one has been timed. For "auto": none, 8x4 and
-        the chain 4 times each, a plan, perhaps 16x6 4 times, a plan, that until steps double, and so on."""
+        """The trees to run. `learn` asks for the next one when this one has been timed. For "auto": none, 8x4
+        and the chain 4 times each, a plan, perhaps 16x6 4 times and a plan, that until steps double ..."""
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
