@@ -967,7 +967,7 @@ class Decoder:
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
         # Kept for their graphs, each of which goes on with the caches and the settings of its capture.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
-                                       TreeStep(tree, models, step_generator, static))
+                                      TreeStep(tree, models, step_generator, static))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, stop_strings=None,
                  stopping_criteria=(), **kwargs):
