@@ -363,7 +363,7 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). If all are in TEXT_BLIND, ids are None, and all rows come at once. end_tokens: ids."""
+    scores, (1, V). If all are in TEXT_BLIND, all nodes come at once, without ids. end_tokens: ids."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -371,7 +371,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # The key of plans and graphs. (With a processor that reads the text nothing is captured.)
+        # The key of plans and graphs. What reads the text is left out: it has no graph, and a plan may err.
         self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -426,7 +426,7 @@ class Sampling:
 # step's first draft pass also feeds *previous*, the token before the root, whether its entry is there or not.
 
 class Place(NamedTuple):
-    """Where a tree stands in a cache of which passes read the first `visible` slots."""
+    """Where a tree stands in a cache. Passes read the first `visible` slots of it."""
     slots: Tensor               # (size + 1,): of the nodes and of previous
     positions: Tensor           # (size + 1,)
     mask: Tensor                # (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
@@ -727,7 +727,7 @@ def size_to_try(planned, sizes):
     return middle if middle > max(4, 1.2 * planned) else None
 
 class AcceptanceRates:
-    """Counts how often a node's first, second, ... child was tried (a missing one, too), and accepted."""
+    """Counts how often a node's first, second, ... child was tried, and how often it was accepted."""
 
     def __init__(self):
         self.tried = Counter()
@@ -736,14 +736,16 @@ class AcceptanceRates:
     def learn(self, step):
         for node in (0, *step.path):
             for rank, child in enumerate(step.tree.children[node]):
+                if step.node_tokens[child] == NONE:
+                    break
                 self.tried[rank] += 1
                 if child in step.path:
                     self.accepted[rank] += 1
                     break                               # because the next ones were not tried
 
     def rates(self):
-        """p_1, p_2, ...: the chance that a child is accepted if it is tried, times the chance that it is,
-        because all before it are rejected. They are made to fall, see `plan`."""
+        """p_1, p_2, ...: the chance that a child is accepted if it is tried, times the chance that it is
+        tried, because all before it are rejected. They are made to fall, see `plan`."""
         rates = []
         if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
@@ -764,7 +766,6 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        # Two of them have equally many nodes, so that `latency` can tell what a draft pass takes.
         self.trials = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
@@ -785,14 +786,14 @@ class Planner:
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because the step after it takes longer: the draft catches up on the text.
+            # NO_TREE comes last, because on a GPU the step after it waits until the draft has caught up.
             yield from reversed(self.trials[:3])
 
     def plan_again(self):
         """Plans `tree`. Returns one more tree to time before the plan is kept, or None."""
         if not self.trials:
             self.tree = self.best_of(self.shape)
-            return None
+            return
         sizes, t, c = self.latency()
         self.tree = plan(self.acceptance.rates(), sizes, t, c)
         size = size_to_try(self.tree.size, sizes)
@@ -849,14 +850,13 @@ def verify_by_spectr(P, log_Q, tokens, u):
         beta = torch.minimum(P / lower, Q).sum(dim=1, keepdim=True)
         rho = torch.where(1 - (1 - beta) ** k <= lower * beta, lower, rho)
     s = tokens.clamp(min=0)
-    accepted = exists & (u < P.gather(1, s) / (rho * Q.gather(1, s)))
-    return first_accepted(accepted), (P - rho * Q).clamp(min=0) + 1e-20 * P
+    ratio = P.gather(1, s) / (rho * Q.gather(1, s))
+    return first_accepted(exists & (u < ratio)), (P - rho * Q).clamp(min=0) + 1e-20 * P
 
 def verify_by_matching(P, log_Q, tokens, u):
     """With naive, topk and gumbel P is 1 for the token that the target has chosen. A child that is this token
     is accepted. If none is, P gives the token itself. That is lossless for any children."""
-    accepted = (P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)
-    return first_accepted(accepted), P
+    return first_accepted((P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)), P
 
 def shared_noise(seed):
     """Gumbel coupling (arXiv 2408.07978), as a logits processor for one text: the likeliest token by score
@@ -1293,15 +1293,15 @@ def decode_prompt(args):
         raise ValueError(f"{args.target} and {args.draft} have different tokens")
     encode = partial(tokenizer, args.prompt)
     if args.chat:
-        message = [{"role": "user", "content": args.prompt}]
-        encode = partial(tokenizer.apply_chat_template, message, add_generation_prompt=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
+        encode = partial(tokenizer.apply_chat_template, [{"role": "user", "content": args.prompt}],
+                         add_generation_prompt=True)
     decoder_class = partial(ExplainingDecoder, tokenizer) if args.explain else Decoder
-    decoder = decoder_class(target, draft, args.tree, args.method, generator)
-    streamer = None if args.explain else transformers.TextStreamer(tokenizer)
+    decoder = decoder_class(target, draft, args.tree, args.method,
+                            torch.Generator(args.device).manual_seed(args.seed))
     ids = decoder.generate(
-        encode(return_tensors="pt").to(args.device), streamer=streamer, max_new_tokens=args.max_new_tokens,
-        do_sample=args.temperature > 0, top_p=args.top_p, top_k=args.top_k, temperature=args.temperature)
+        encode(return_tensors="pt").to(args.device), max_new_tokens=args.max_new_tokens, top_p=args.top_p,
+        do_sample=args.temperature > 0, temperature=args.temperature, top_k=args.top_k,
+        streamer=None if args.explain else transformers.TextStreamer(tokenizer))
     if args.explain:
         print(tokenizer.decode(ids[0]))
     else:

@@ -682,13 +682,13 @@ def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true):
 
 
 @quick
-def test_a_child_was_tried_if_all_before_it_were_rejected():
+def test_a_child_was_tried_if_it_was_not_missing_and_all_before_it_were_rejected():
     acceptance = AcceptanceRates()
-    # The root's second child is accepted, and none of that node's two; then the root's first.
-    for path in ([2], [1]):
-        acceptance.learn(Step(k_ary(2, 3), 7 * [5], path, 0, 1.0))
-    assert acceptance.tried == collections.Counter({0: 4, 1: 3})
-    assert acceptance.accepted == collections.Counter({0: 1, 1: 1})
+    # The root's second child is accepted, and none of that node's; then its first is rejected, and alone.
+    for tokens, path in ((7 * [5], [2]), ([5, 7, NONE, 9, 9, 9, 9], [])):
+        acceptance.learn(Step(k_ary(2, 3), tokens, path, 0, 1.0))
+    assert acceptance.tried == collections.Counter({0: 3, 1: 2})
+    assert acceptance.accepted == collections.Counter({1: 1})
 
 # The paper's, of Llama-3-70B with the 8B as its draft; and a draft that is right less often below the root.
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
@@ -750,10 +750,10 @@ def simulated(name, is_noisy=False, seed=0):
     rng = np.random.default_rng(seed)
     planner = Planner("auto")
     for number in range(steps):
-        tree = planner.next_tree(99)
+        tree = planner.next_tree()
         noise = 0.1 * rng.exponential() + 2 * (rng.random() < 0.05) + 0.3 * (number < 20)
         seconds = (t(tree.size) + c * (tree.depth - 1)) * (1 + noise * is_noisy)
-        planner.learn(Step(tree, [0], walk_by_rates(tree, rates, rng), 0, seconds))
+        planner.learn(Step(tree, [0] * tree.size, walk_by_rates(tree, rates, rng), 0, seconds))
     return planner
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -788,10 +788,10 @@ def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_ar
 
     with mock.patch.object(sequoia, "plan", plan):
         for _ in range(400):
-            tree = planner.next_tree(99)
+            tree = planner.next_tree()
             seconds = 1.0 if tree in trees else 9.0
             trees.append(tree)
-            planner.learn(Step(tree, [0], [], 0, seconds))
+            planner.learn(Step(tree, [0] * tree.size, [], 0, seconds))
     assert found == planned
     assert {*trees[found[-1] - 3 : found[-1]]} == first_trials
     assert {max(planner.seconds[tree]) for tree in first_trials} == {1.0}
@@ -801,10 +801,10 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     shaped, stays = Planner((8, 4)), Planner(LATE)
     trees = []
     for _ in range(100):
-        trees.append(shaped.next_tree(99))
-        assert stays.next_tree(99) == LATE
+        trees.append(shaped.next_tree())
+        assert stays.next_tree() == LATE
         for planner in (shaped, stays):
-            planner.learn(Step(planner.tree, [0], [1], 0, 1.0))
+            planner.learn(Step(planner.tree, [0] * 8, [1], 0, 1.0))
     assert trees[0] == optimal_tree(AcceptanceRates().rates(), 8, 4)
     assert trees[0] != trees[16]
     assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {16, 32, 64}
@@ -816,12 +816,12 @@ def test_trials_come_only_where_a_plan_would_still_pay_and_a_text_has_room_for_t
     trees = []
     for _ in range(100):
         trees.append(planner.next_tree(5))
-        planner.learn(Step(trees[-1], [0], [], 0, 1.0))
+        planner.learn(Step(trees[-1], [0] * trees[-1].size, [], 0, 1.0))
     assert (planner.tree.size, planner.tree.depth) == sequoia.FIRST_SHAPE
     before = sequoia.WORTH_TRIALS - 5
     assert trees == before * [planner.tree] + 4 * [NO_TREE] + (96 - before) * [planner.tree]
     assert planner.next_tree(8) == chain(7)
-    planner.learn(Step(chain(7), [0], [], 0, None))            # without a time it was no trial
+    planner.learn(Step(chain(7), [0] * 8, [], 0, None))         # without a time it was no trial
     assert planner.scheduled == chain(7)
 
 @quick
