@@ -57,7 +57,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child or token. Tensors that it may index end in a dummy, because -1 reads the last element.
+# No parent, child, rank or token. Tensors that it may index end in a dummy, as -1 reads the last element.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Tree(tuple):
     siblings, from 0; children; paths, the nodes from the root to it. mask, (size, size) bool: which nodes
     each node sees, those on its path."""
 
-    def __init__(self, parents):                # which `tuple` has already stored
+    def __init__(self, parents):                # which `tuple.__new__` has stored
         if self[:1] != (NONE,):
             raise ValueError(f"a tree starts with its root, whose parent is -1; got {self[:8]}")
         self.size = len(self)
@@ -117,14 +117,13 @@ def sequences(k, length):
 
 def k_ary(k, depth):
     """The full tree of `depth` levels, `k` children each: k_ary(2, 3) is Tree([-1, 0, 0, 1, 1, 2, 2])."""
-    return Tree([NONE] + [child // k for child in range(sum(k**level for level in range(1, depth)))])
+    return Tree([NONE] + [(node - 1) // k for node in range(1, sum(k**level for level in range(depth)))])
 
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
 TRIED = -1e30           # rejected: below all others, but finite, because a row of -inf has no softmax
 UNLIKELY = -1000        # in place of -inf in a draft, because the target may want the token
-LOWERED_BY = 100        # what a draft's token loses where top-k, top-p or min-p cut it, for the same reason
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
 
@@ -135,7 +134,7 @@ def gumbel_noise(u):
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
     is drawn in the same way from the other tokens. The smallest E / p is the largest log p - log E. The 53
-    bits of u matter: p = 1e-9 needs an E of about 1e-9, but a float32 u ends 6e-8 below 1."""
+    bits of u matter: p = 1e-9 needs an E of about 1e-9, but the last float32 u below 1 has an E of 6e-8."""
     E = -u.log()
     return -E.float().log()
 
@@ -207,8 +206,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
-    must be finite (see `never_ruled_out`), and at most 700 below the highest, because the softmax of lower
-    ones is 0. No node may have more children than there are tokens. say, word: see `verify_one_node`."""
+    must be finite and within 700 of the highest, because a lower one might be proposed, and its softmax is 0.
+    No node may have more children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -219,7 +218,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.depths[node] == len(noise):         # the first one on its level
-                # All can share noise: the one that the walk will reach is decided by the levels above.
+                # Its nodes can share noise: the walk reaches only one, which the levels above decide.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -267,7 +266,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
     Below an accepted node let a child and its younger siblings share n nodes: the child and its descendants
-    take m, the siblings and theirs the others. The most expected tokens that they add are, for the best m,
+    take m, the siblings and theirs n - m. The most expected tokens that they add are, for the best m,
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
 
@@ -281,10 +280,10 @@ def optimal_tree(acceptance_rates, size, depth=None):
     no_child[0] = 0.0
     below = no_child                                            # below the last level no node has a place
     best_m = {}                                                 # by level and rank: for each n
-    for level in reversed(range(depth - 1)):
+    for level in reversed(range(depth - 1)):                    # because a level needs `below` first
         row = rates[min(level, len(rates) - 1)]
         younger = no_child
-        for rank in reversed(range(len(row))):
+        for rank in reversed(range(len(row))):                  # and a child needs `younger`
             # Where m > n the index wraps around, and is masked.
             value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
             best_m[level, rank] = 1 + value.argmax(axis=1)
@@ -340,10 +339,10 @@ def first_accepted(accepted):
     return torch.where(found, rank, NONE)
 
 class Method(NamedTuple):
-    """How children are proposed and verified: by Sequoia's functions above, or by others in section 10."""
+    """How children are proposed and verified: by Sequoia's functions above, or by those of section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # target's scores, 1, rand -> its own token, before it sees children
+    choose: Callable | None = None      # the target's scores, 1, rand -> the token that a child must match
     is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
@@ -356,14 +355,15 @@ class Method(NamedTuple):
 # --- 6  Logits processors -----------------------------------------------------------------------------------
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
-# that one of these cuts from the draft is only lowered, because the target may keep it:
+# that one of these cuts from the draft only loses LOWERED_BY, because the target may keep it:
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+LOWERED_BY = 100
 # These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). If all are in TEXT_BLIND, all nodes come at once, without ids. end_tokens: ids."""
+    scores, (1, V). If all are in TEXT_BLIND, they are given all nodes at once, and None for ids."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -371,7 +371,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # The key of plans and graphs. What reads the text is left out: it has no graph, and a plan may err.
+        # Plans and graphs are kept by it. (Processors that read the text have no graph, and share a plan.)
         self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -382,7 +382,7 @@ class Sampling:
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             path = tokens[tree.paths[node][1:]]
-            # After an end or a missing child scores are not used, and a grammar's processor might raise.
+            # Below an end or a missing child scores are not used, and a grammar's processor might raise.
             if not self.end_tokens.intersection(path.tolist()):
                 row = self.processed(torch.cat([text, path])[None], row, is_draft)
             rows.append(row)
@@ -421,9 +421,9 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Between steps the slots before base hold the text, but the draft's cache may lack the last entry, because
-# leaves propose nothing and are not fed to the draft, and a step's last accepted node may be a leaf. So each
-# step's first draft pass also feeds *previous*, the token before the root, whether its entry is there or not.
+# Between steps the slots before base hold the text. But leaves propose nothing, so the draft is not fed them,
+# and if a step's last accepted node was a leaf, the draft's cache lacks its entry. So each step's first draft
+# pass also feeds *previous*, the token before the root, whether its entry is there or not.
 
 class Place(NamedTuple):
     """Where a tree stands in a cache. Passes read the first `visible` slots of it."""
@@ -433,8 +433,8 @@ class Place(NamedTuple):
     read_positions: Tensor      # (visible,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as index tensors. For the tree above, with four
-    nodes, the vector of a step's tokens is [node 0, 1, 2, 3, previous (4), never read (5), NONE (-1)]. So
+    """Everything about a step that the tree alone decides, as tensors. They index the vector of the step's
+    tokens, which for the tree above is [node 0, 1, 2, 3, previous (4), unread (5), NONE (-1)]:
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -444,7 +444,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes of a level that have children
             fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with 5"""
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with unread"""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -454,6 +454,7 @@ class Layout:
 
         self.tree = tree
         self.previous = tree.size
+        self.unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.depths, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
@@ -463,7 +464,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], tree.size + 1)
+            proposed = padded([tree.children[node] for node in parents], self.unread)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
@@ -472,7 +473,7 @@ class Layout:
         read = torch.arange(visible, device=slots.device)
         # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all after them.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
-        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere position = slot
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # before the tree these are equal
         return Place(slots, positions, self.mask[:, columns], read_positions)
 
 class CachedModel:
@@ -496,7 +497,7 @@ class CachedModel:
         return self.store.shape[2]
 
     def prefill(self, text, last=1):
-        """Feeds a text, (length,), in an ordinary pass. Returns its last tokens' logits, (last, V)."""
+        """Feeds a text, (length,), in an ordinary pass. Returns the logits of at most `last` tokens."""
         cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
         positions = torch.arange(len(text), device=text.device)[None]   # because some models count otherwise
@@ -549,7 +550,7 @@ class Step(NamedTuple):
     node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
     path: list                       # the accepted nodes below the root, in order
     token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass, and until a graph has been captured
+    seconds: float | None            # None for a prompt's pass, and for one that warms up a graph
 
     @property
     def tokens(self):
@@ -577,7 +578,7 @@ def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
-    # The rank NONE reads the last column, NONE, so the maximum is the node, and otherwise it is the child.
+    # The rank NONE reads the last column, which is NONE, so there the maximum is the node itself.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in range(layout.tree.depth - 1):
@@ -586,7 +587,7 @@ def walk_in_graph(layout, try_children):
 
 class TreeStep:
     """The step with one tree: draft, score, verify, keep. models: the target and the draft. static: whether
-    shapes are fixed and the host reads no value, so that the second call can capture the step as a graph."""
+    `on_device` has fixed shapes and reads no value back, so that it can be captured as a CUDA graph."""
 
     def __init__(self, tree, models, generator=None, static=False):
         device = models[0].store.device
@@ -597,7 +598,6 @@ class TreeStep:
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
         self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # see Layout
-        self.calls = 0
         self.graph = None
 
     def __call__(self, text, sampling):
@@ -606,18 +606,16 @@ class TreeStep:
         self.base.fill_(len(text) - 1)
         self.tokens[0] = text[-1]
         self.tokens[self.layout.previous] = text[-2]
-        # If static, call 1 warms up, call 2 captures and replays, and later ones only replay, and are timed.
-        self.calls += 1
-        is_timed = self.calls > 2 or not self.static
-        if self.static and self.calls == 2:
-            self.capture(text, sampling)
         if self.graph:
             self.graph.replay()
         else:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
+        seconds = time.perf_counter() - begun
+        if self.static and not self.graph:
+            seconds = None              # because later calls are faster: this one has only warmed up
+            self.capture(text, sampling)
         tree = self.layout.tree
-        seconds = time.perf_counter() - begun if is_timed else None
         return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
@@ -628,7 +626,7 @@ class TreeStep:
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 0. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
-        # So does any step on a GPU, where attention chooses its kernels anew for each new number of slots.
+        # So does any step on a GPU, because there each new number of slots would choose kernels anew.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -655,7 +653,7 @@ class TreeStep:
         path, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        # 5. The accepted nodes' entries move up behind the root. (A repeated node's copies go to free slots.)
+        # 5. The accepted nodes' entries move up behind the root. (Those of a repeated node go to free slots.)
         if len(path) > 1:
             for model in self.models:
                 entries = model.store.index_select(2, place.slots[path])
@@ -668,7 +666,7 @@ class TreeStep:
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # A failed capture leaves torch's generators unusable, until another one ends well, as this does.
+            # A failed capture leaves torch's generators unusable, until another one ends well, as any would.
             with suppress(RuntimeError):
                 self.record(self.base.clone)
 
@@ -690,7 +688,7 @@ FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of 
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # a tree's time is the least of so many last steps with it
-# Trials wait until steps done plus tokens left reach this. In less, a plan would not win back their cost.
+# Trials wait until steps done and tokens left come to this, as plans would not win back their cost in less.
 WORTH_TRIALS = 64
 
 def plan(rates, sizes, t, c):
@@ -700,7 +698,7 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level adds its nodes to the list. Algorithm 1 then makes the tree."""
+    chances, for all n at once. The next level adds its nodes to it. Only the best is made, by Algorithm 1."""
     best = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -749,9 +747,8 @@ class AcceptanceRates:
         rates = []
         if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
-            # At most what the child before it reached, because a child is hardly accepted more often.
-            accepted = self.accepted[rank] + PRIOR_TRIES * min(guess, if_tried)
-            if_tried = accepted / (self.tried[rank] + PRIOR_TRIES)
+            guess = min(guess, if_tried)        # a child is hardly accepted more often than the one before it
+            if_tried = (self.accepted[rank] + PRIOR_TRIES * guess) / (self.tried[rank] + PRIOR_TRIES)
             rates.append(chance_tried * if_tried)
             chance_tried *= 1 - if_tried
         return np.minimum.accumulate(rates)
@@ -774,42 +771,42 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees to run. `learn` asks for the next one when this one has been timed. For "auto": none, 8x4
-        and the chain 4 times each, a plan, perhaps 16x6 4 times and a plan, that until steps double ..."""
+        """The trees to run. `learn` takes the next one when this one has been timed. For "auto" they are:
+
+            1. none, 8x4 and the chain, TIMINGS times each
+            2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
+            3. the plan, until the steps have doubled; then the first three once more; and on with 2"""
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
-            while trial := self.plan_again():
-                yield from TIMINGS * [trial]
-                self.trials.append(trial)
-            # Kept until the steps have doubled; or quadrupled if no tree pays, as trials cost most there.
+            if self.shape == "auto":
+                sizes, t, c = self.latency()
+                self.tree = plan(self.acceptance.rates(), sizes, t, c)
+                if size := size_to_try(self.tree.size, sizes):
+                    trial = self.best_of((size, self.tree.depth + 2))           # larger, so deeper
+                    yield from TIMINGS * [trial]
+                    self.trials.append(trial)       # not before, because `latency` needs its time
+                    continue
+            else:                                   # without trials; but rates have been learned
+                self.tree = self.best_of(self.shape)
+            # If no tree pays, until the steps have quadrupled, because trials cost most there.
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
             # NO_TREE comes last, because on a GPU the step after it waits until the draft has caught up.
             yield from reversed(self.trials[:3])
 
-    def plan_again(self):
-        """Plans `tree`. Returns one more tree to time before the plan is kept, or None."""
-        if not self.trials:
-            self.tree = self.best_of(self.shape)
-            return
-        sizes, t, c = self.latency()
-        self.tree = plan(self.acceptance.rates(), sizes, t, c)
-        size = size_to_try(self.tree.size, sizes)
-        return size and self.best_of((size, self.tree.depth + 2))       # larger, so deeper
-
-    def next_tree(self, tokens_left=WORTH_TRIALS):
-        """The tree of the next step. tokens_left: how many tokens can still be added to the text at most."""
-        # Trials must be worth it, and whole: a tree cut at the text's end would tell nothing about itself.
-        if self.steps + tokens_left < WORTH_TRIALS or self.scheduled.depth > tokens_left:
+    def next_tree(self, budget=WORTH_TRIALS):
+        """The tree of the next step. budget: the tokens in which trials must pay, at most those left."""
+        # And they must be whole, because a tree cut at the text's end would tell nothing about itself.
+        if self.steps + budget < WORTH_TRIALS or self.scheduled.depth > budget:
             return self.tree
         return self.scheduled
 
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # These two are of one size, so their times differ by what the deeper one's draft passes take.
+        # These two are of one size, so t is the same, and times differ by the deeper one's draft passes.
         branched, straight = self.trials[1:3]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
@@ -836,10 +833,12 @@ def propose_likeliest(log_Q, k, rand):
 def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-    One child is token t and is accepted with the chance min(P[t] / rho, Q[t]). Let beta be the sum over t, so
-    that one of k children is accepted with A = 1 - (1 - beta)^k. If rho is chosen so that A = rho beta, the
-    accepted one is t with the chance min(P[t], rho Q[t]). The residual is what t lacks, max(P[t] - rho Q[t],
-    0), in sum 1 - A. Bisection finds rho: as it grows to k, A falls, and rho beta rises to k beta >= A."""
+        a child is token t and accepted with chance     min(P[t] / rho, Q[t]), in sum over all t beta
+        one of k children is accepted with chance       A = 1 - (1 - beta)^k
+        rho is chosen so that A = rho beta; so it is t  min(P[t], rho Q[t])
+        and the residual is what t lacks                max(P[t] - rho Q[t], 0), in sum 1 - A
+
+    Bisection finds rho: as it grows to k, A falls, and rho beta rises to k beta, which is at least A."""
     Q = log_Q.softmax(dim=1)
     exists = tokens != NONE
     k = exists.sum(dim=1, keepdim=True).to(P)                                               # (rows, 1)
@@ -878,7 +877,7 @@ METHODS = {
     "spectr": Method(propose_independent, verify_by_spectr),
     "naive": Method(propose_independent, verify_by_matching, propose_independent),
     "topk": Method(propose_likeliest, verify_by_matching, propose_independent),
-    "gumbel": GREEDY._replace(is_coupled=True),     # because the likeliest by score plus noise are samples
+    "gumbel": GREEDY._replace(is_coupled=True),     # greedy in scores plus noise, which is sampling
 }
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
@@ -907,7 +906,7 @@ def tree_shape(tree):
         return tree
     if tree == "none":
         return NO_TREE
-    if hasattr(tree, "ranks"):          # a Tree, perhaps of the copy of this file that transformers makes
+    if hasattr(tree, "ranks"):          # a Tree, perhaps of another copy of this file (see `generate`)
         return Tree(tree)
     with suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
@@ -959,13 +958,14 @@ class Decoder:
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         models = self.target, self.draft
         self.contexts = [context_of(model.model) for model in models]
-        # gumbel's steps must not move the caller's generator, from which the next text's seed is drawn.
+        # gumbel draws a seed for each text from the caller's generator, which its steps must not move on.
         step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # Kept for their graphs, each of which goes on with the caches and the settings of its capture.
+        # Steps are kept for their graphs. These go on with the caches and settings of their capture, so
+        # capacity and key, which are not read, stand for these in the cache.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, step_generator, static))
 
@@ -1017,7 +1017,7 @@ class Decoder:
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # `probe` needs them
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # may write into them
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         while True:
@@ -1045,7 +1045,7 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial's tree takes as long as several steps, so then a text must be four times as long.
+        # A trial's capture takes as long as several steps, so then it must pay in a quarter of the tokens.
         tree = planner.next_tree(left // 4 if static else left)
         if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
@@ -1093,14 +1093,14 @@ def probe(target, text, logits):
     last tokens, here a, b, c. Feeds these again as a tree, which must give the same logits up to rounding:
 
         a─┬─b───c
-          └─b───c        the second branch comes after the first one, and must not see it"""
+          └─b───c        the second branch must not see the first one"""
     count = len(logits)
     layout = Layout(sequences(2, count - 1), text.device)
     target.reserve(len(text) + count)
     base = len(text) - count
     entries = target.store[:, :, base:]
     kept = entries.clone()
-    # The nodes' tokens are a, b, b, c, c. We compare nodes 0, 2 and 4, which are a and the second branch.
+    # The nodes' tokens are a, b, b, c, c, by depth. We compare nodes 0, 2 and 4: a and the second branch.
     place = layout.place(base, base + layout.tree.size)
     again = target.logits(text[base:][layout.tree.depths], layout.nodes, place)[::2]
     entries.copy_(kept)                         # because those of another pass are rounded in another way
@@ -1169,11 +1169,11 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples that differ in all that may vary: tokens before the nodes, nodes, capacity (256, 256 and 512).
+    # Examples that differ in all that may vary: tokens before the nodes, nodes, and the capacity.
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    for base, count in ((4, 3), (16, 15), (60, 1)):
-        cached.reserve(5 * base)
+    for base, count, capacity in ((4, 3, 256), (16, 15, 256), (60, 1, 512)):
+        cached.reserve(capacity)
         place = layout.place(base, base + layout.tree.size)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
 
@@ -1250,7 +1250,7 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "seed": (7, "names the text with --method gumbel or a fixed --tree; auto goes by timing", 0, 2**63 - 1),
+    "seed": (7, "repeats a text with --method gumbel or a fixed --tree; auto goes by timing", 0, 2**63 - 1),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
@@ -1322,7 +1322,7 @@ class ExplainingDecoder(Decoder):
             if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
-            return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
+            return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped     # see `step_plainly`
 
         word = lambda tokens: repr(self.tokenizer.decode(tokens))
         while True:
