@@ -25,15 +25,8 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
 Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the fast step, and 9 chooses trees: each of these
-builds on those before it. What must still hold after you change a section, as test_sequoia.py checks:
-
-    2, 3, 5, 6, 10   every token follows the target's distribution, for any method, draft and tree
-    4                no other tree of that size and depth has more expected tokens
-    7, 8             a node's logits depend on its path alone; moved entries equal a fresh pass's; Sequoia's
-                     step adds what `step_plainly` adds from the same random numbers, also as a CUDA graph
-    9                on simulated machines, even noisy ones, the planner's tree comes near the fastest
-    11, 12           the text of `generate`, or if sampled its distribution, up to rounding; or an error
-    13               offloaded, the same numbers; packed and traced, the same up to rounding
+builds on those before it. 10 has other methods, 11 and 12 are what callers use and what is refused, and 13 is
+about faster passes. "Must hold" says what test_sequoia.py checks, and what must hold after a change, too.
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
@@ -57,7 +50,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child, rank or token. Tensors that it may index end in a dummy, as -1 reads the last element.
+# No parent, child, rank or token. As an index it reads the last element, so some tensors end in a dummy.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -122,8 +115,9 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
-TRIED = -1e30           # rejected: below all others, but finite, because a row of -inf has no softmax
-UNLIKELY = -1000        # in place of -inf in a draft, because the target may want the token
+TRIED = -3e38           # rejected: below all that may be proposed, but finite: a row of -inf has no softmax
+UNLIKELY = -1000        # the least in a draft, in place of -inf, because the target may want the token
+LOWERED_BY = 100        # what a draft's token loses where top-k, top-p or min-p cut it, for the same reason
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
 
@@ -155,11 +149,12 @@ def draw(weights, u):
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
 def never_ruled_out(log_Q):
-    """A draft's scores, (rows, V), with UNLIKELY for -inf: tokens of probability 0 are proposed last, and are
+    """A draft's scores, (rows, V), of at least UNLIKELY: tokens of probability 0 are proposed last, and are
     equally likely (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
-    return log_Q.nan_to_num(nan=UNLIKELY, posinf=-UNLIKELY, neginf=UNLIKELY)
+    return log_Q.nan_to_num(nan=UNLIKELY).clamp(UNLIKELY, -UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
+# Must hold here and in 2, 5, 6 and 10: every token follows the target's distribution, for any draft and tree.
 # Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
 # and a vocabulary of three tokens:
 #
@@ -289,7 +284,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
             best_m[level, rank] = 1 + value.argmax(axis=1)
             younger = value.max(axis=1)
             younger[0] = 0.0                                    # where n is 0, all m were masked
-        below = younger
+        below = younger                                         # because the eldest and its younger are all
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
@@ -355,10 +350,9 @@ class Method(NamedTuple):
 # --- 6  Logits processors -----------------------------------------------------------------------------------
 # Before a target's logits become P, transformers' *logits processors* shape them: temperature, top-p and the
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
-# that one of these cuts from the draft only loses LOWERED_BY, because the target may keep it:
+# that a truncating one cuts from the draft is only lowered, because the target may keep it. Processors that
+# might look at the text need a call for each node, which is slow, and cannot be captured.
 TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-LOWERED_BY = 100
-# These never look at the text. Others might, so each node needs its own call, which is slow and not captured.
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
@@ -371,7 +365,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # Plans and graphs are kept by it. (Processors that read the text have no graph, and share a plan.)
+        # What plans and graphs depend on. (Processors that read the text have no graph, and share a plan.)
         self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -398,6 +392,7 @@ class Sampling:
         return scores
 
 # --- 7  The tree in a model's cache -------------------------------------------------------------------------
+# Must hold: a node's logits depend on its path alone, and moved entries equal a fresh pass's.
 # How can one pass score a whole tree? All nodes go into the KV cache side by side. Each gets the position it
 # would have in a text of its own, and the mask shows it just that text: what stands before the tree, then its
 # ancestors and itself. So its logits depend on its own path alone.
@@ -421,9 +416,9 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Between steps the slots before base hold the text. But leaves propose nothing, so the draft is not fed them,
-# and if a step's last accepted node was a leaf, the draft's cache lacks its entry. So each step's first draft
-# pass also feeds *previous*, the token before the root, whether its entry is there or not.
+# Between steps the slots before base hold the text. But the draft is not fed leaves, because they propose
+# nothing, so its cache lacks the entry of an accepted leaf. That can only be the token before the next root.
+# So each step's first draft pass also feeds this token, *previous*, whether its entry is there or not.
 
 class Place(NamedTuple):
     """Where a tree stands in a cache. Passes read the first `visible` slots of it."""
@@ -433,8 +428,7 @@ class Place(NamedTuple):
     read_positions: Tensor      # (visible,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as tensors. They index the vector of the step's
-    tokens, which for the tree above is [node 0, 1, 2, 3, previous (4), unread (5), NONE (-1)]:
+    """Everything about a step that the tree alone decides, as tensors. For the tree above they are
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -444,7 +438,9 @@ class Layout:
 
             parents      [0]        [1]      the nodes of a level that have children
             fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with unread"""
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with unread
+
+    children and passes index the step's tokens: the nodes' (0 to 3), previous (4), unread (5), NONE (-1)."""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -473,7 +469,7 @@ class Layout:
         read = torch.arange(visible, device=slots.device)
         # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all after them.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
-        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # before the tree these are equal
+        read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere a slot is its position
         return Place(slots, positions, self.mask[:, columns], read_positions)
 
 class CachedModel:
@@ -526,10 +522,10 @@ class CachedModel:
         def update(key_states, value_states, layer_idx, *args, **kwargs):
             # Attention gives a cache the new keys and values, and gets all that it reads.
             read = []
-            for row, states in enumerate((key_states, value_states), start=2 * layer_idx):
-                layer = store[row, None, : states.shape[1], :, : states.shape[3]]
-                layer.index_copy_(2, written, states)
-                read.append(layer[:, :, : read_positions.shape[0]])
+            for index, states in enumerate((key_states, value_states), start=2 * layer_idx):
+                stored = store[index, None, : states.shape[1], :, : states.shape[3]]        # a view
+                stored.index_copy_(2, written, states)
+                read.append(stored[:, :, : read_positions.shape[0]])
             return read
 
         cache = transformers.Cache(layers=[])
@@ -544,6 +540,8 @@ class CachedModel:
                           attention_mask=masks if self.kinds else sliding).logits[0]
 
 # --- 8  The step on a device --------------------------------------------------------------------------------
+# Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
+
 class Step(NamedTuple):
     """What one step did."""
     tree: Tree
@@ -578,7 +576,7 @@ def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
     an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
-    # The rank NONE reads the last column, which is NONE, so there the maximum is the node itself.
+    # The rank NONE reads the last column, which is NONE, so the maximum is the node itself.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in range(layout.tree.depth - 1):
@@ -597,7 +595,7 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # see Layout
+        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # the vector that Layout describes
         self.graph = None
 
     def __call__(self, text, sampling):
@@ -613,7 +611,7 @@ class TreeStep:
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         seconds = time.perf_counter() - begun
         if self.static and not self.graph:
-            seconds = None              # because later calls are faster: this one has only warmed up
+            seconds = None              # because only later calls are fast: this one was the warm-up
             self.capture(text, sampling)
         tree = self.layout.tree
         return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
@@ -626,7 +624,7 @@ class TreeStep:
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 0. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
-        # So does any step on a GPU, because there each new number of slots would choose kernels anew.
+        # So does any step on a GPU, because attention would choose new kernels for each new shape.
         visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, visible)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -666,7 +664,7 @@ class TreeStep:
         except RuntimeError as error:
             warnings.warn(f"decoding goes on without a CUDA graph: {error}")
             self.static = False
-            # A failed capture leaves torch's generators unusable, until another one ends well, as any would.
+            # A failed capture leaves torch's generators unusable until one succeeds, as this simple one does.
             with suppress(RuntimeError):
                 self.record(self.base.clone)
 
@@ -679,6 +677,7 @@ class TreeStep:
             return graph, work()
 
 # --- 9  The planner (paper 4.1) -----------------------------------------------------------------------------
+# Must hold: on simulated machines, even noisy ones, the planner's tree comes near the fastest.
 # A larger tree adds more tokens per step, but the step takes longer. So the planner counts how often children
 # are accepted, which gives F(T) for any tree, and times steps with a few trees, which gives t(n) and c. Then
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
@@ -688,8 +687,7 @@ FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of 
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # a tree's time is the least of so many last steps with it
-# Trials wait until steps done and tokens left come to this, as plans would not win back their cost in less.
-WORTH_TRIALS = 64
+WORTH_TRIALS = 64       # steps done plus tokens left: in less, a plan would not win back what trials cost
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
@@ -698,7 +696,7 @@ def plan(rates, sizes, t, c):
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
     nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. The next level adds its nodes to it. Only the best is made, by Algorithm 1."""
+    chances, for all n at once. Each further level is merged into it. Algorithm 1 makes only the best tree."""
     best = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -755,7 +753,8 @@ class AcceptanceRates:
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest."""
+    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest.
+    scheduled: the tree to time next. tree: the plan, which is run instead where a trial would not pay."""
 
     def __init__(self, shape):
         self.shape = shape
@@ -771,7 +770,7 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees to run. `learn` takes the next one when this one has been timed. For "auto" they are:
+        """The trees that become `scheduled`, one by one. For "auto" they are:
 
             1. none, 8x4 and the chain, TIMINGS times each
             2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
@@ -793,12 +792,12 @@ class Planner:
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because on a GPU the step after it waits until the draft has caught up.
+            # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
             yield from reversed(self.trials[:3])
 
     def next_tree(self, budget=WORTH_TRIALS):
-        """The tree of the next step. budget: the tokens in which trials must pay, at most those left."""
-        # And they must be whole, because a tree cut at the text's end would tell nothing about itself.
+        """The tree of the next step. budget: the number of tokens left, or less if trials cost more."""
+        # A tree that is cut at the text's end would tell nothing about itself.
         if self.steps + budget < WORTH_TRIALS or self.scheduled.depth > budget:
             return self.tree
         return self.scheduled
@@ -806,7 +805,7 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # These two are of one size, so t is the same, and times differ by the deeper one's draft passes.
+        # 8x4 and the chain are of one size, so t is the same, and times differ by the draft passes alone.
         branched, straight = self.trials[1:3]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
@@ -833,10 +832,10 @@ def propose_likeliest(log_Q, k, rand):
 def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-        a child is token t and accepted with chance     min(P[t] / rho, Q[t]), in sum over all t beta
-        one of k children is accepted with chance       A = 1 - (1 - beta)^k
-        rho is chosen so that A = rho beta; so it is t  min(P[t], rho Q[t])
-        and the residual is what t lacks                max(P[t] - rho Q[t], 0), in sum 1 - A
+        a child is token t and is accepted with chance     min(P[t] / rho, Q[t]), in sum over t beta
+        one or more of k children are, with chance         A = 1 - (1 - beta)^k
+        if rho = A / beta, the accepted one is t with      min(P[t], rho Q[t])
+        and the residual is what t lacks                   max(P[t] - rho Q[t], 0), in sum 1 - A
 
     Bisection finds rho: as it grows to k, A falls, and rho beta rises to k beta, which is at least A."""
     Q = log_Q.softmax(dim=1)
@@ -893,6 +892,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     return rank, tokens[range(len(P)), rank]        # at NONE the last one, which was drawn
 
 # --- 11  Decoding, behind transformers' generate ------------------------------------------------------------
+# Must hold here and in 12: the text of `generate`, or its distribution, up to rounding; or an error.
 # A call goes through these, of which the third is transformers' own:
 #     generate(target, inputs, assistant_model=draft, ...)     makes a Decoder for one call
 #         Decoder.generate                                     makes itself the call's custom_generate
@@ -964,8 +964,7 @@ class Decoder:
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # Steps are kept for their graphs. These go on with the caches and settings of their capture, so
-        # capacity and key, which are not read, stand for these in the cache.
+        # Kept for their graphs. Each is valid for one capacity and one key, so these tell apart what is kept.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, step_generator, static))
 
@@ -1017,10 +1016,10 @@ class Decoder:
     def tokens_after(self, text, sampling, planner, max_length):
         """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # may write into them
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # `probe` needs them
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
-        while True:
+        while True:                                     # in each turn a step is handed out, and the next made
             if self.on_step:
                 self.on_step(step)
             yield from step.tokens
@@ -1045,7 +1044,7 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # A trial's capture takes as long as several steps, so then it must pay in a quarter of the tokens.
+        # To capture a trial takes as long as several steps, so then it must pay in a quarter of the tokens.
         tree = planner.next_tree(left // 4 if static else left)
         if length + tree.depth > 1 + min(self.contexts):
             return NO_TREE
@@ -1144,6 +1143,8 @@ def check_call(target, ids, config, arguments):
         raise ValueError(f"not supported: {', '.join(refused)}")
 
 # --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
+# Must hold: offloaded, the same numbers; packed and traced, the same up to rounding.
+
 # Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
 mkldnn = torch.ops.mkldnn
 PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
@@ -1193,9 +1194,8 @@ def pack(model):
     rounding = torch.finfo(model.dtype).eps
     if not torch.dist(packed, before) < rounding**0.5 * before.norm():
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
-    # A TorchScript trace holds the operators that one run called, and runs them without Python. Any decision
-    # of Python in that run, such as a mixture's experts, is then final, so a trace is used only if it gives
-    # the same outputs, also for other examples.
+    # A TorchScript trace holds the operators that one run called, and runs them without Python. What Python
+    # decided in that run is then final, so a trace must give the same outputs, also for other examples.
     module = nn.Module()
     module.model = model            # because the constants of a trace cannot be packed weights
     module.forward = cached.forward

@@ -338,10 +338,10 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
 
 @quick
 @pytest.mark.parametrize("temperature", [1e-9, 0.7, 50.0])
-def test_only_logits_are_rounded_and_whatever_a_draft_says_its_scores_stay_finite(temperature):
+def test_only_logits_are_rounded_and_what_a_draft_says_is_finite_and_above_what_was_rejected(temperature):
     processed = Sampling(METHODS["sequoia"], [Temperature(temperature)]).processed
-    said = torch.tensor([[2.9, -math.inf, math.inf, math.nan]]).bfloat16()
-    assert processed(None, said, is_draft=True).isfinite().all()
+    said = torch.tensor([[2.9, -math.inf, math.inf, math.nan, -3e38]]).bfloat16()
+    assert (processed(None, said, is_draft=True).abs() < -sequoia.TRIED).all()
     scores = processed(None, said[:, :2], is_draft=False)
     assert scores.equal(processed(None, said[:, :2].float(), is_draft=False))
 
