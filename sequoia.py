@@ -151,7 +151,7 @@ def draw(weights, u):
 def never_ruled_out(log_Q):
     """A draft's scores, (rows, V), of at least UNLIKELY: tokens of probability 0 are proposed last, and are
     equally likely (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
-    return log_Q.nan_to_num(nan=UNLIKELY).clamp(UNLIKELY, -UNLIKELY)
+    return log_Q.nan_to_num(nan=UNLIKELY).clamp_(UNLIKELY, -UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
 # Must hold here and in 2, 5, 6 and 10: every token follows the target's distribution, for any draft and tree.
