@@ -66,10 +66,9 @@ class Tree(tuple):
             3
         2
 
-    size, depth, branching: how many nodes there are, how many levels, counting the root's, and how many
-    children a node has at most. For each node: depths, its level, 0 for the root; ranks, its place among its
-    siblings, from 0; children; paths, the nodes from the root to it. mask, (size, size) bool: which nodes
-    each node sees, those on its path."""
+    size, depth, branching: the numbers of nodes, of levels, and of a node's children at most. For each node:
+    level_of, 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
+    root to it; mask, (size, size) bool, what it sees, which are the nodes on its path."""
 
     def __init__(self, parents):                # which `tuple.__new__` has stored
         if self[:1] != (NONE,):
@@ -86,8 +85,8 @@ class Tree(tuple):
             self.ranks.append(len(self.children[parent]))
             self.paths.append([*self.paths[parent], node])
             self.children[parent].append(node)
-        self.depths = [len(path) - 1 for path in self.paths]
-        self.depth = self.depths[-1] + 1
+        self.level_of = [len(path) - 1 for path in self.paths]
+        self.depth = self.level_of[-1] + 1
         self.branching = max(map(len, self.children))
 
     def picture(self, labels):
@@ -116,7 +115,7 @@ def k_ary(k, depth):
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
 TRIED = -3e38           # rejected: below all that may be proposed, but finite: a row of -inf has no softmax
-UNLIKELY = -1000        # the least in a draft, in place of -inf, because the target may want the token
+UNLIKELY = -1000        # the least that a draft may say, so not -inf, because the target may want the token
 LOWERED_BY = 100        # what a draft's token loses where top-k, top-p or min-p cut it, for the same reason
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
@@ -140,17 +139,16 @@ def most_likely(scores, k):
     return torch.where(best.values > RULED_OUT, best.indices, NONE)
 
 def draw(weights, u):
-    """Draws tokens independently, with replacement: weights, (rows, V), not negative, and uniform random
-    numbers u, (rows, k) -> (rows, k). A row without any weight gives NONE. The weights' running sums cut the
-    line from 0 to their total into pieces: token i owns all points x with sums[i - 1] <= x < sums[i], so the
-    random point u * total never goes to a token without weight."""
+    """Draws tokens independently, with replacement: weights, (rows, V), and random numbers u, (rows, k) ->
+    (rows, k). A row without any weight gives NONE. The running sums cut the line from 0 to the total into
+    pieces: token i owns all points x with sums[i - 1] <= x < sums[i]. So u * total is in no empty piece."""
     sums = weights.cumsum(dim=1, dtype=torch.float64)
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
 def never_ruled_out(log_Q):
-    """A draft's scores, (rows, V), of at least UNLIKELY: tokens of probability 0 are proposed last, and are
-    equally likely (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
+    """A draft's scores, (rows, V), between UNLIKELY and 1000: tokens of probability 0 are proposed last, and
+    equally often (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
     return log_Q.nan_to_num(nan=UNLIKELY).clamp_(UNLIKELY, -UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
@@ -212,8 +210,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            if tree.depths[node] == len(noise):         # the first one on its level
-                # Its nodes can share noise: the walk reaches only one, which the levels above decide.
+            if tree.level_of[node] == len(noise):         # the first one on its level
+                # Its nodes can share noise, because only one is reached, whatever this noise is.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -249,7 +247,7 @@ def expected_tokens(tree, acceptance_rates):
     rates = np.atleast_2d(acceptance_rates)
     chance = [1.0]
     for parent, rank in zip(tree[1:], tree.ranks[1:]):
-        row = rates[min(tree.depths[parent], len(rates) - 1)]
+        row = rates[min(tree.level_of[parent], len(rates) - 1)]
         chance.append(chance[parent] * row[rank] if rank < len(row) else 0.0)
     return float(sum(chance))
 
@@ -284,18 +282,18 @@ def optimal_tree(acceptance_rates, size, depth=None):
             best_m[level, rank] = 1 + value.argmax(axis=1)
             younger = value.max(axis=1)
             younger[0] = 0.0                                    # where n is 0, all m were masked
-        below = younger                                         # because the eldest and its younger are all
+        below = younger                                         # the eldest child with its younger siblings
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
     nodes = [(NONE, 0, size - 1)]
-    for node, (_, level, left) in enumerate(nodes):
+    for node, (_, level, remaining) in enumerate(nodes):
         rank = 0
-        while left > 0:
-            taken = best_m[level, rank][left]
+        while remaining > 0:
+            taken = best_m[level, rank][remaining]
             nodes.append((node, level + 1, taken - 1))
-            left -= taken
+            remaining -= taken
             rank += 1
     return Tree(parent for parent, _, _ in nodes)
 
@@ -375,10 +373,10 @@ class Sampling:
             return self.processed(None, logits, is_draft)
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
-            path = tokens[tree.paths[node][1:]]
-            # Below an end or a missing child scores are not used, and a grammar's processor might raise.
-            if not self.end_tokens.intersection(path.tolist()):
-                row = self.processed(torch.cat([text, path])[None], row, is_draft)
+            added = tokens[tree.paths[node][1:]]
+            # Below an end or a missing child nothing matters, and a grammar's processor might raise.
+            if not self.end_tokens.intersection(added.tolist()):
+                row = self.processed(torch.cat([text, added])[None], row, is_draft)
             rows.append(row)
         return torch.cat(rows)
 
@@ -417,8 +415,8 @@ class Sampling:
 # which its key was rotated. The next root then gets the slot base + 2.
 #
 # Between steps the slots before base hold the text. But the draft is not fed leaves, because they propose
-# nothing, so its cache lacks the entry of an accepted leaf. That can only be the token before the next root.
-# So each step's first draft pass also feeds this token, *previous*, whether its entry is there or not.
+# nothing, so its cache lacks the entry of an accepted leaf, which is the token before the next root. So each
+# step's first draft pass also feeds this token, *previous*, whether its entry is there or not.
 
 class Place(NamedTuple):
     """Where a tree stands in a cache. Passes read the first `visible` slots of it."""
@@ -452,14 +450,14 @@ class Layout:
         self.previous = tree.size
         self.unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
-        self.offsets = tensor([[*range(tree.size), -1], [*tree.depths, -1]])
+        self.offsets = tensor([[*range(tree.size), -1], [*tree.level_of, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.children = padded([[*children, NONE] for children in tree.children], NONE)
         self.passes = []
         for level in range(tree.depth - 1):
-            parents = [i for i in range(tree.size) if tree.depths[i] == level and tree.children[i]]
+            parents = [i for i in range(tree.size) if tree.level_of[i] == level and tree.children[i]]
             proposed = padded([tree.children[node] for node in parents], self.unread)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
@@ -467,10 +465,18 @@ class Layout:
         """The tree's Place with its root in slot `base`, a number or (1,), if passes read `visible` slots."""
         slots, positions = base + self.offsets
         read = torch.arange(visible, device=slots.device)
-        # The mask's column 0 is for all slots before base, 1 + i for node i's, the last for all after them.
+        # Mask columns: 0, of all slots before base; 1 + i, of node i's; the last, of all slots after these.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere a slot is its position
         return Place(slots, positions, self.mask[:, columns], read_positions)
+
+def context_of(config):
+    """The most tokens that a model can be fed."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return rope["original_max_position_embeddings"]     # past it all earlier keys are rotated again
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 class CachedModel:
     """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
@@ -480,8 +486,9 @@ class CachedModel:
     def __init__(self, model):
         self.model = model
         config = model.config.get_text_config(decoder=True)
+        self.context = context_of(config)
         self.window = getattr(config, "sliding_window", None)
-        self.kinds = getattr(config, "layer_types", None)       # of layers; None where one mask is for all
+        self.layer_types = getattr(config, "layer_types", None)     # None where one mask is for all layers
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
 
@@ -509,14 +516,14 @@ class CachedModel:
             stored[: states.shape[0], : len(text), : states.shape[2]] = states
         return output.logits[0, -last:]                 # because not every model can leave out the others
 
-    def logits(self, tokens, nodes, place):
+    def node_logits(self, tokens, nodes, place):
         """One pass over some nodes of a tree, (nodes,) -> (nodes, V). tokens: all nodes', then previous."""
         run = getattr(self.model, "_sequoia_pass", self.forward)        # `pack` may leave a faster one
         return run(self.store, tokens, nodes, *place)
 
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
-        """The pass of `logits` as a function of tensors alone, so that `pack` can trace it. (The store is one
-        of them, because `reserve` may make a new one, and a trace would go on with what it has seen.)"""
+        """`node_logits` as a function of tensors alone, for `pack` to trace. The store is one of them, as
+        `reserve` may make a new one, and a trace would go on with what it has seen."""
         written = slots[nodes]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
@@ -530,18 +537,17 @@ class CachedModel:
 
         cache = transformers.Cache(layers=[])
         cache.update = update           # given masks and positions, a model asks its cache for nothing else
-        full = sliding = mask[nodes][None, None].to(store)                      # (1, 1, nodes, visible)
+        full = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, visible)
         if self.window:
-            sliding = full.masked_fill(positions[nodes, None] - read_positions >= self.window, RULED_OUT)
-        masks = {"full_attention": full, "sliding_attention": sliding}
+            windowed = full.masked_fill(positions[nodes, None] - read_positions >= self.window, RULED_OUT)
+        masks = {"full_attention": full, "sliding_attention": windowed}
         # A missing child has no id, and a draft's vocabulary may be shorter than the target's.
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         return self.model(input_ids=ids, position_ids=positions[nodes][None], past_key_values=cache,
-                          attention_mask=masks if self.kinds else sliding).logits[0]
+                          attention_mask=masks if self.layer_types else windowed).logits[0]
 
 # --- 8  The step on a device --------------------------------------------------------------------------------
 # Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
-
 class Step(NamedTuple):
     """What one step did."""
     tree: Tree
@@ -595,7 +601,7 @@ class TreeStep:
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
         self.base = self.layout.nodes.new_zeros(1)
-        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # the vector that Layout describes
+        self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # nodes, previous, unread, NONE
         self.graph = None
 
     def __call__(self, text, sampling):
@@ -613,8 +619,7 @@ class TreeStep:
         if self.static and not self.graph:
             seconds = None              # because only later calls are fast: this one was the warm-up
             self.capture(text, sampling)
-        tree = self.layout.tree
-        return Step(tree, node_tokens, tree.paths[node][1:], token, seconds)
+        return Step(self.layout.tree, node_tokens, self.layout.tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
@@ -630,13 +635,13 @@ class TreeStep:
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
         log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
         for parents, fed, proposed in layout.passes:
-            logits = resized(draft.logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
+            logits = resized(draft.node_logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         # 2. The target scores it, in one pass.
-        logits = target.logits(tokens, layout.nodes, place)                             # (size, V)
+        logits = target.node_logits(tokens, layout.nodes, place)                        # (size, V)
         # 3. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.tree.branching)
 
@@ -687,7 +692,7 @@ FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of 
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # a tree's time is the least of so many last steps with it
-WORTH_TRIALS = 64       # steps done plus tokens left: in less, a plan would not win back what trials cost
+WORTH_TRIALS = 64       # no trials until steps done plus tokens left reach this, as they would not pay
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
@@ -695,21 +700,21 @@ def plan(rates, sizes, t, c):
     rates: (ranks,), falling. sizes: the timed ones, rising from 1. t: t(n) for these. c: of a draft pass.
 
     Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
-    nodes always form a tree, which is the best one, and one sorted list gives F(T), the sum of its first n
-    chances, for all n at once. Each further level is merged into it. Algorithm 1 makes only the best tree."""
-    best = 0.0                                                  # tokens per second
+    nodes always form a tree, the best one, and F(T) is the sum of the n largest chances. A sorted list of all
+    chances gives it for all n at once; each turn adds a level. Algorithm 1 then only builds the winner."""
+    most = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
         fastest = tokens_per_second.argmax()
-        if tokens_per_second[fastest] > best:
-            best = tokens_per_second[fastest]
-            size = n[fastest]
-            levels = depth
+        if tokens_per_second[fastest] > most:
+            most = tokens_per_second[fastest]
+            best_size = n[fastest]
+            best_depth = depth
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
-    return optimal_tree(rates, size, levels)
+    return optimal_tree(rates, best_size, best_depth)
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -762,7 +767,8 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.trials = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
+        self.first = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
+        self.trials = [*self.first]
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
 
@@ -770,12 +776,12 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees that become `scheduled`, one by one. For "auto" they are:
+        """The trees that become `scheduled`, for "auto". `learn` takes the next one when one has been timed:
 
-            1. none, 8x4 and the chain, TIMINGS times each
+            1. no tree, the first tree and a chain of its size, TIMINGS times each
             2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
             3. the plan, until the steps have doubled; then the first three once more; and on with 2"""
-        for trial in self.trials:
+        for trial in self.first:
             yield from TIMINGS * [trial]
         while True:
             if self.shape == "auto":
@@ -793,7 +799,7 @@ class Planner:
             while self.steps < keep_until:
                 yield self.tree
             # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
-            yield from reversed(self.trials[:3])
+            yield from reversed(self.first)
 
     def next_tree(self, budget=WORTH_TRIALS):
         """The tree of the next step. budget: the number of tokens left, or less if trials cost more."""
@@ -805,8 +811,8 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
-        # 8x4 and the chain are of one size, so t is the same, and times differ by the draft passes alone.
-        branched, straight = self.trials[1:3]
+        # The tree and the chain are of one size, so t is the same, and only draft passes make a difference.
+        _, branched, straight = self.first
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
         sizes = sorted(t)
@@ -832,10 +838,10 @@ def propose_likeliest(log_Q, k, rand):
 def verify_by_spectr(P, log_Q, tokens, u):
     """K-sequential selection (SpecTr, arXiv 2310.15141, Algorithm 3): every child has the ratio P / (rho Q).
 
-        a child is token t and is accepted with chance     min(P[t] / rho, Q[t]), in sum over t beta
-        one or more of k children are, with chance         A = 1 - (1 - beta)^k
-        if rho = A / beta, the accepted one is t with      min(P[t], rho Q[t])
-        and the residual is what t lacks                   max(P[t] - rho Q[t], 0), in sum 1 - A
+        a child is token t, and is accepted             min(P[t] / rho, Q[t]); beta is the sum over t
+        one of k children is accepted                   A = 1 - (1 - beta)^k
+        if rho = A / beta, token t is the accepted one  min(P[t], rho Q[t])
+        the residual is what t then lacks               max(P[t] - rho Q[t], 0), in sum 1 - A
 
     Bisection finds rho: as it grows to k, A falls, and rho beta rises to k beta, which is at least A."""
     Q = log_Q.softmax(dim=1)
@@ -898,7 +904,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #         Decoder.generate                                     makes itself the call's custom_generate
 #             target.generate                                  prepares ids, processors, stopping criteria
 #                 Decoder.__call__                             adds tokens until a criterion is met
-#                     Decoder.tokens_after                     plans and runs one TreeStep after another
+#                     Decoder.steps_after                      plans and runs one TreeStep after another
 
 def tree_shape(tree):
     """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
@@ -957,14 +963,13 @@ class Decoder:
         self.target = CachedModel(checked(target))
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         models = self.target, self.draft
-        self.contexts = [context_of(model.model) for model in models]
-        # gumbel draws a seed for each text from the caller's generator, which its steps must not move on.
+        # gumbel takes only a seed for each text from the caller's generator; its steps use one of their own.
         step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
         self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # Kept for their graphs. Each is valid for one capacity and one key, so these tell apart what is kept.
+        # Kept for their graphs. A graph is valid for one capacity and one key, so these are told apart, too.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, step_generator, static))
 
@@ -1012,26 +1017,30 @@ class Decoder:
             return transformers.generation.GenerateDecoderOnlyOutput(sequences=ids)
         return ids
 
+    def tokens_after(self, *arguments):
+        for step in self.steps_after(*arguments):
+            if self.on_step:
+                self.on_step(step)
+            yield from step.tokens
+
     @torch.inference_mode()
-    def tokens_after(self, text, sampling, planner, max_length):
-        """Yields the tokens after a text, (length,), step by step. The caller must stop at max_length."""
+    def steps_after(self, text, sampling, planner, max_length):
+        """Yields the steps after a text, (length,), one by one. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
         scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # `probe` needs them
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
-        while True:                                     # in each turn a step is handed out, and the next made
-            if self.on_step:
-                self.on_step(step)
-            yield from step.tokens
-            if self.probed_tokens < len(logits):        # only now, because the first token need not wait
-                probe(self.target, text, logits)
-                self.probed_tokens = len(logits)        # after a short prompt a longer one is probed again
+        yield step
+        if self.probed_tokens < len(logits):            # only now, because the first token need not wait
+            probe(self.target, text, logits)
+            self.probed_tokens = len(logits)            # after a short prompt a longer one is probed again
+        while True:
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
-            left = min(max_length, self.contexts[0] + 1) - len(text)
+            left = min(max_length, self.target.context + 1) - len(text)
             if left <= 0:
-                raise ValueError(f"the text fills the target's context of {self.contexts[0]} tokens, as its "
-                                 f"configuration gives it: lower max_new_tokens")
+                raise ValueError(f"the text fills the target's context of {self.target.context} tokens, as "
+                                 f"its configuration gives it: lower max_new_tokens")
             static = self.cuda_graph and not sampling.reads_text
             tree = self.choose_tree(planner, len(text), left, static)
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
@@ -1041,16 +1050,17 @@ class Decoder:
             self.draft.reserve(capacity)
             step = self.step_for(tree, static, capacity, sampling.key)(text, sampling)
             planner.learn(step)
+            yield step
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
         # To capture a trial takes as long as several steps, so then it must pay in a quarter of the tokens.
         tree = planner.next_tree(left // 4 if static else left)
-        if length + tree.depth > 1 + min(self.contexts):
+        if length - 1 + tree.depth > min(self.target.context, self.draft.context):
             return NO_TREE
-        # Levels behind the text's end are cut, as each adds at most one token. (A graph is faster whole.)
+        # Levels behind the text's end are cut, as each adds at most one token. (A new capture takes longer.)
         if tree.depth > left and not static:
-            return Tree(tree[: tree.depths.index(left)])
+            return Tree(tree[: tree.level_of.index(left)])
         return tree
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
@@ -1073,10 +1083,10 @@ def checked(model):
                          f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
                          f"or a pipeline's model")
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
-        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or kinds,
+        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or odd,
         "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
         "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
     for reason, holds in reasons.items():
@@ -1085,7 +1095,6 @@ def checked(model):
     return model
 
 PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
-
 def probe(target, text, logits):
     """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
@@ -1099,9 +1108,9 @@ def probe(target, text, logits):
     base = len(text) - count
     entries = target.store[:, :, base:]
     kept = entries.clone()
-    # The nodes' tokens are a, b, b, c, c, by depth. We compare nodes 0, 2 and 4: a and the second branch.
+    # The nodes' tokens are a, b, b, c, c, by level. We compare nodes 0, 2 and 4: a and the second branch.
     place = layout.place(base, base + layout.tree.size)
-    again = target.logits(text[base:][layout.tree.depths], layout.nodes, place)[::2]
+    again = target.node_logits(text[base:][layout.tree.level_of], layout.nodes, place)[::2]
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
     differences = (again.float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
@@ -1112,14 +1121,6 @@ def probe(target, text, logits):
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
                          f"distributions by {difference:.1%}, more than rounding explains")
 
-def context_of(model):
-    """The most tokens that a model can be fed."""
-    config = model.config.get_text_config(decoder=True)
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            return rope["original_max_position_embeddings"]     # past it all earlier keys are rotated again
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
@@ -1144,7 +1145,6 @@ def check_call(target, ids, config, arguments):
 
 # --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
 # Must hold: offloaded, the same numbers; packed and traced, the same up to rounding.
-
 # Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
 mkldnn = torch.ops.mkldnn
 PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
@@ -1316,9 +1316,9 @@ class ExplainingDecoder(Decoder):
 
     @torch.inference_mode()
     def tokens_after(self, text, sampling, planner, max_length):
-        def scores(model, is_draft, text):
-            logits = resized(model.prefill(text.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
-            shaped = sampling.processed(text[None], logits, is_draft)[0].double()
+        def scores(model, is_draft, ids):
+            logits = resized(model.prefill(ids.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
+            shaped = sampling.processed(ids[None], logits, is_draft)[0].double()
             if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)

@@ -429,7 +429,7 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     tokens = torch.cat([text[-1:], text_of(12, seed=1), text[-2:-1]])
     nodes = torch.randperm(14, generator=seeded(0))
     place = sequoia.Layout(ABREAST, "cpu").place(torch.tensor([29]), 192)
-    logits = fed(model, text[:-1]).logits(tokens, nodes, place)
+    logits = fed(model, text[:-1]).node_logits(tokens, nodes, place)
     for node, row in zip(nodes.tolist(), logits):
         path = tokens[ABREAST.paths[node]] if node < 13 else tokens[:0]
         alone = torch.cat([text[:-1], path])
@@ -577,7 +577,7 @@ class TableModel:
         self.tables = tables
         self.vocabulary = tables[0].shape[1]
 
-    def logits(self, tokens, nodes, place):
+    def node_logits(self, tokens, nodes, place):
         # What a node sees are a text of one token, in slot 0, then the root, and then its path.
         _, _, mask, _ = place
         paths = [row.nonzero()[2:, 0] - 1 for row in mask[nodes] == 0]
@@ -1024,7 +1024,7 @@ def test_a_text_ends_one_token_behind_the_context(name):
             decoder.generate(prompt_of(length), max_length=context + 2)
     kinds = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
     gemma = dict(max_position_embeddings=most, rope_parameters=kinds, layer_types=[*kinds])
-    assert sequoia.context_of(SimpleNamespace(config=config_of("gemma3", **gemma))) == context
+    assert sequoia.context_of(config_of("gemma3", **gemma)) == context
 
 @pytest.mark.parametrize("method", some_quick(METHODS, "sequoia"))
 @torch.inference_mode()
@@ -1042,7 +1042,7 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method):
     decoder = Decoder(sequoia.pack(target), sequoia.pack(draft), tree, method, seeded(0), steps.append)
     found = torch.zeros(81)
     for number in range(400):
-        tokens = decoder.tokens_after(prompt, sampling_of(method, [], number), Planner(tree), max_length=8)
+        tokens = decoder.tokens_after(prompt, sampling_of(method, [], number), Planner(tree), 8)
         a, b, c, d = itertools.islice(tokens, 4)
         found[27 * a + 9 * b + 3 * c + d] += 1
     assert sum(len(step.path) for step in steps) > 200
