@@ -16,7 +16,7 @@ speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and
     p_k          acceptance_rates[k - 1]   chance that the k-th child is the accepted one (Definition 3.2)
     F(T)         expected_tokens           tokens per step, on average (Proposition 3.4)
     Algorithm 1  optimal_tree              the tree of n nodes on up to d levels with the largest F(T)
-    P, Q         P, Q                      the target's and the draft's next-token probabilities (Algorithm 2)
+    P, Q         P, Q                      the two models' next-token probabilities, (V,) (Algorithm 2)
     log P, log Q scores, log_Q             log-probabilities up to a constant; -inf means impossible
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
     t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
@@ -198,7 +198,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     """The whole method in one function, without caches, masks or batches: the tokens that one step adds. The
     rest of the file does the same, faster, and is tested against it.
 
-    target, draft: functions from a text, (length,), to the scores of the token after it, (V,). The draft's
+    target, draft: functions from a text, ids (length,), to the scores of the next token, (V,). The draft's
     must be finite and within 700 of the highest, because a lower one might be proposed, and its softmax is 0.
     No node may have more children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
@@ -374,7 +374,7 @@ class Sampling:
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             added = tokens[tree.paths[node][1:]]
-            # Below an end or a missing child nothing matters, and a grammar's processor might raise.
+            # From an end or a missing child on nothing matters, and a grammar's processor might raise.
             if not self.end_tokens.intersection(added.tolist()):
                 row = self.processed(torch.cat([text, added])[None], row, is_draft)
             rows.append(row)
@@ -397,7 +397,7 @@ class Sampling:
 #
 # The root is the text's last token, which no model has been fed yet. `base` is its slot in the cache and also
 # its position, because the tokens before it fill the slots 0 to base - 1. Node i gets the slot base + i, but
-# the position base + its depth, which the nodes of a level share. For example (x marks what is seen):
+# the position base + its level, which the nodes of a level share. For example (x marks what is seen):
 #
 #     0─┬─1───3    slot                    0 .. base-2   base-1     base   base+1   base+2   base+3
 #       └─2        holds                   the text      previous   root   node 1   node 2   node 3
@@ -448,7 +448,7 @@ class Layout:
 
         self.tree = tree
         self.previous = tree.size
-        self.unread = tree.size + 1
+        unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.level_of, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
@@ -458,7 +458,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.level_of[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], self.unread)
+            proposed = padded([tree.children[node] for node in parents], unread)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
@@ -622,7 +622,8 @@ class TreeStep:
         return Step(self.layout.tree, node_tokens, self.layout.tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
-        """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,)."""
+        """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,). A graph
+        goes on with the text and processors of its capture, so if static no value of theirs may be used."""
         target, draft = self.models
         tokens = self.tokens
         layout = self.layout
@@ -710,11 +711,10 @@ def plan(rates, sizes, t, c):
         fastest = tokens_per_second.argmax()
         if tokens_per_second[fastest] > most:
             most = tokens_per_second[fastest]
-            best_size = n[fastest]
-            best_depth = depth
+            best = n[fastest], depth
         last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][: sizes[-1]]
         chances = np.sort(np.append(chances, last_level))[::-1][: sizes[-1]]
-    return optimal_tree(rates, best_size, best_depth)
+    return optimal_tree(rates, *best)
 
 def size_to_try(planned, sizes):
     """The size of one more tree to time, after a tree of `planned` nodes was found best; or None.
@@ -780,7 +780,7 @@ class Planner:
 
             1. no tree, the first tree and a chain of its size, TIMINGS times each
             2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
-            3. the plan, until the steps have doubled; then the first three once more; and on with 2"""
+            3. the plan, until the steps have doubled; then those of 1 once more; and on with 2"""
         for trial in self.first:
             yield from TIMINGS * [trial]
         while True:
@@ -794,12 +794,11 @@ class Planner:
                     continue
             else:                                   # without trials; but rates have been learned
                 self.tree = self.best_of(self.shape)
-            # If no tree pays, until the steps have quadrupled, because trials cost most there.
+            # If no tree pays, the steps must quadruple, because trials cost most there.
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
-            yield from reversed(self.first)
+            yield from self.first
 
     def next_tree(self, budget=WORTH_TRIALS):
         """The tree of the next step. budget: the number of tokens left, or less if trials cost more."""
@@ -858,8 +857,8 @@ def verify_by_spectr(P, log_Q, tokens, u):
     return first_accepted(exists & (u < ratio)), (P - rho * Q).clamp(min=0) + 1e-20 * P
 
 def verify_by_matching(P, log_Q, tokens, u):
-    """With naive, topk and gumbel P is 1 for the token that the target has chosen. A child that is this token
-    is accepted. If none is, P gives the token itself. That is lossless for any children."""
+    """Where the target has chosen its own token, P is 1 for it. A child that is this token is accepted. If
+    none is, P gives the token itself. That is lossless for any children."""
     return first_accepted((P.gather(1, tokens.clamp(min=0)) > 0) & (tokens != NONE)), P
 
 def shared_noise(seed):
@@ -1046,6 +1045,7 @@ class Decoder:
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
+                text[-1].item()         # waits for a GPU, because the step's time must not include this
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
             step = self.step_for(tree, static, capacity, sampling.key)(text, sampling)
@@ -1120,7 +1120,6 @@ def probe(target, text, logits):
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:      # refuses NaN, too
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
                          f"distributions by {difference:.1%}, more than rounding explains")
-
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`."""
