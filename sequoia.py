@@ -249,7 +249,7 @@ def expected_tokens(tree, acceptance_rates):
     for parent, rank in zip(tree[1:], tree.ranks[1:]):
         row = rates[min(tree.level_of[parent], len(rates) - 1)]
         chance.append(chance[parent] * row[rank] if rank < len(row) else 0.0)
-    return float(sum(chance))
+    return sum(chance)
 
 def optimal_tree(acceptance_rates, size, depth=None):
     """The tree of `size` nodes on at most `depth` levels that has the most expected tokens (Algorithm 1).
@@ -472,11 +472,15 @@ class Layout:
 
 def context_of(config):
     """The most tokens that a model can be fed."""
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            return rope["original_max_position_embeddings"]     # past it all earlier keys are rotated again
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+        kind = isinstance(rope, dict) and rope.get("rope_type")
+        if kind in ("linear", "yarn", "longrope"):
+            # Past the original length longrope would rotate all earlier keys again, but not cached ones.
+            factor = 1 if kind == "longrope" else rope["factor"]
+            return int(factor * rope.get("original_max_position_embeddings", context))
+    return context
 
 class CachedModel:
     """A transformers model with a KV cache of its own, which is fed a text first, and then nodes of trees.
@@ -768,7 +772,6 @@ class Planner:
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
         self.first = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
-        self.trials = [*self.first]
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
 
@@ -788,9 +791,7 @@ class Planner:
                 sizes, t, c = self.latency()
                 self.tree = plan(self.acceptance.rates(), sizes, t, c)
                 if size := size_to_try(self.tree.size, sizes):
-                    trial = self.best_of((size, self.tree.depth + 2))           # larger, so deeper
-                    yield from TIMINGS * [trial]
-                    self.trials.append(trial)       # not before, because `latency` needs its time
+                    yield from TIMINGS * [self.best_of((size, self.tree.depth + 2))]    # larger, so deeper
                     continue
             else:                                   # without trials; but rates have been learned
                 self.tree = self.best_of(self.shape)
@@ -808,12 +809,12 @@ class Planner:
         return self.scheduled
 
     def latency(self):
-        """The timed sizes, t(n) for each, and c."""
-        least = {tree: min(self.seconds[tree]) for tree in self.trials}       # as noise only adds to a time
+        """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
+        least = {tree: min(times) for tree, times in self.seconds.items() if len(times) == TIMINGS}
         # The tree and the chain are of one size, so t is the same, and only draft passes make a difference.
         _, branched, straight = self.first
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
-        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in self.trials}
+        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in least}
         sizes = sorted(t)
         return sizes, np.maximum.accumulate([t[size] for size in sizes]), c     # more nodes take no less
 
@@ -1071,8 +1072,8 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     too. For the others see `Decoder`. Returns the whole text's ids, (1, longer), or `sequences` in a dict.
     Raises ValueError for anything that cannot be done, such as several texts, beams, or scores. transformers
     also finds this function, as a folder's custom_generate/generate.py."""
-    decoder = Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph)
-    return decoder.generate(inputs, generation_config, **kwargs)
+    return Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph).generate(
+        inputs, generation_config, **kwargs)
 
 # --- 12  What is refused ------------------------------------------------------------------------------------
 def checked(model):
@@ -1169,11 +1170,11 @@ def pack(model):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
-    # Examples that differ in all that may vary: tokens before the nodes, nodes, and the capacity.
+    # Examples that differ in all that may vary: tokens before the nodes, nodes, capacity (256, 256 and 512).
     layout = Layout(k_ary(2, 4), "cpu")
     examples = []
-    for base, count, capacity in ((4, 3, 256), (16, 15, 256), (60, 1, 512)):
-        cached.reserve(capacity)
+    for base, count in ((4, 3), (16, 15), (60, 1)):
+        cached.reserve(5 * base)
         place = layout.place(base, base + layout.tree.size)
         examples.append((cached.store, torch.arange(7, 23), layout.nodes[:count], *place))
 
@@ -1321,7 +1322,7 @@ class ExplainingDecoder(Decoder):
             if sampling.method.choose is propose_likeliest:
                 # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
-            return shaped.clamp(min=shaped.max() - 700) if is_draft else shaped     # see `step_plainly`
+            return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
 
         word = lambda tokens: repr(self.tokenizer.decode(tokens))
         while True:
