@@ -319,7 +319,7 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                               # one row, as in `walk` (never in a graph), needs no more
+            break                               # a single row needs no more. (In a graph there are several.)
         R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -750,7 +750,7 @@ class AcceptanceRates:
 
     def rates(self):
         """p_1, p_2, ...: the chance that a child is accepted if it is tried, times the chance that it is
-        tried, because all before it are rejected. They are made to fall, see `plan`."""
+        tried, which is that all before it are rejected. They are made to fall, see `plan`."""
         rates = []
         if_tried = chance_tried = 1.0
         for rank, guess in enumerate(PRIOR):
@@ -1087,7 +1087,7 @@ def checked(model):
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
-        "it is recurrent, or has layers of other than full or sliding attention": model._is_stateful or odd,
+        "it is recurrent, or has attention that is neither full nor sliding": model._is_stateful or odd,
         "its mask counts slots": config.model_type in ("bloom", "gpt_neo") or getattr(config, "alibi", False),
         "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
     for reason, holds in reasons.items():
