@@ -626,8 +626,8 @@ class TreeStep:
         return Step(self.layout.tree, node_tokens, self.layout.tree.paths[node][1:], token, seconds)
 
     def on_device(self, text, sampling):
-        """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,). If static,
-        neither the text's values nor its length may be used: a graph goes on with the first ones."""
+        """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,). A static
+        step may not use the text's values or length, because a graph goes on with those of its capture."""
         target, draft = self.models
         tokens = self.tokens
         layout = self.layout
