@@ -448,7 +448,6 @@ class Layout:
 
         self.tree = tree
         self.previous = tree.size
-        unread = tree.size + 1
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.level_of, -1]])
         seen = pad(tree.mask, (1, 1, 0, 1))
@@ -458,7 +457,7 @@ class Layout:
         self.passes = []
         for level in range(tree.depth - 1):
             parents = [i for i in range(tree.size) if tree.level_of[i] == level and tree.children[i]]
-            proposed = padded([tree.children[node] for node in parents], unread)
+            proposed = padded([tree.children[node] for node in parents], tree.size + 1)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, visible):
@@ -771,7 +770,7 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.first = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
+        self.trials = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
 
@@ -784,22 +783,24 @@ class Planner:
             1. no tree, the first tree and a chain of its size, TIMINGS times each
             2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
             3. the plan, until the steps have doubled; then those of 1 once more; and on with 2"""
-        for trial in self.first:
+        for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
             if self.shape == "auto":
                 sizes, t, c = self.latency()
                 self.tree = plan(self.acceptance.rates(), sizes, t, c)
                 if size := size_to_try(self.tree.size, sizes):
-                    yield from TIMINGS * [self.best_of((size, self.tree.depth + 2))]    # larger, so deeper
+                    trial = self.best_of((size, self.tree.depth + 2))           # larger, so deeper
+                    yield from TIMINGS * [trial]
+                    self.trials.append(trial)       # not before, because `latency` needs its time
                     continue
             else:                                   # without trials; but rates have been learned
                 self.tree = self.best_of(self.shape)
-            # If no tree pays, the steps must quadruple, because trials cost most there.
-            keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
+            keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)  # as there trials cost most
             while self.steps < keep_until:
                 yield self.tree
-            yield from self.first
+            # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
+            yield from reversed(self.trials[:3])
 
     def next_tree(self, budget=WORTH_TRIALS):
         """The tree of the next step. budget: the number of tokens left, or less if trials cost more."""
@@ -810,9 +811,9 @@ class Planner:
 
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
-        least = {tree: min(times) for tree, times in self.seconds.items() if len(times) == TIMINGS}
+        least = {tree: min(self.seconds[tree]) for tree in self.trials}
         # The tree and the chain are of one size, so t is the same, and only draft passes make a difference.
-        _, branched, straight = self.first
+        branched, straight = self.trials[1:3]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in least}
         sizes = sorted(t)
@@ -966,8 +967,8 @@ class Decoder:
         # gumbel takes only a seed for each text from the caller's generator; its steps use one of their own.
         step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
-        is_offloaded = hasattr(target, "_sequoia_offloaded")        # its pass needs the host
-        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not is_offloaded
+        self.cuda_graph = (cuda_graph and target.device.type == "cuda"
+                           and not hasattr(target, "_sequoia_offloaded"))      # its pass needs the host
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
         # Kept for their graphs. A graph is valid for one capacity and one key, so these are told apart, too.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
@@ -1046,7 +1047,6 @@ class Decoder:
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
-                text[-1].item()         # waits for a GPU, because the step's time must not include this
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
             step = self.step_for(tree, static, capacity, sampling.key)(text, sampling)
