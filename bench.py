@@ -302,7 +302,7 @@ class Ours:
         self.kept = kept
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
-        self.warm_up = 128 if tree == "auto" and kept else 16    # a planner first times some trees
+        self.warm_up = 8 if tree == "auto" and kept else 1       # texts, as a planner first times some trees
 
     def __call__(self, prompt, new_tokens):
         steps = []
@@ -327,7 +327,7 @@ class Ours:
 
 class Theirs:
     """One of transformers' own ways to decode. assistant: the settings of assisted generation."""
-    warm_up = 16
+    warm_up = 1
 
     def __init__(self, models, temperature, assistant=None, **kwargs):
         self.target, self.draft = models
@@ -349,7 +349,8 @@ def interleave(contenders, prompts, args, label):
     """Every contender on every prompt, in turns, with the prompt's seed, after a first text, by name."""
     for contender in contenders.values():
         # At least a whole text, because a GPU sets up each size and length when it meets it first.
-        contender(prompts[0], max(contender.warm_up, args.new_tokens))
+        for _ in range(contender.warm_up):
+            contender(prompts[0], args.new_tokens)
     names = list(contenders)
     runs = {name: [] for name in names}
     for i, prompt in enumerate(tqdm(prompts, label, disable=None)):

@@ -696,7 +696,7 @@ FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of 
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # a tree's time is the least of so many last steps with it
-WORTH_TRIALS = 64       # no trials until steps done plus tokens left reach this, as they would not pay
+WORTH_TRIALS = 96       # no trials until steps done plus steps left reach this, as they would not pay
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
@@ -770,7 +770,8 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        self.trials = [NO_TREE, self.tree, chain(FIRST_SHAPE[0] - 1)] if shape == "auto" else []
+        # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
+        self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
 
@@ -780,7 +781,7 @@ class Planner:
     def schedule(self):
         """The trees that become `scheduled`, for "auto". `learn` takes the next one when one has been timed:
 
-            1. no tree, the first tree and a chain of its size, TIMINGS times each
+            1. the first tree, a chain of its size and no tree, TIMINGS times each
             2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
             3. the plan, until the steps have doubled; then those of 1 once more; and on with 2"""
         for trial in self.trials:
@@ -799,21 +800,20 @@ class Planner:
             keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)  # as there trials cost most
             while self.steps < keep_until:
                 yield self.tree
-            # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
-            yield from reversed(self.trials[:3])
+            yield from self.trials[:3]
 
-    def next_tree(self, budget=WORTH_TRIALS):
-        """The tree of the next step. budget: the number of tokens left, or less if trials cost more."""
-        # A tree that is cut at the text's end would tell nothing about itself.
-        if self.steps + budget < WORTH_TRIALS or self.scheduled.depth > budget:
-            return self.tree
-        return self.scheduled
+    def next_tree(self, left=np.inf, cost=1):
+        """The tree of the next step. left: how many tokens the text may still get. cost: how many times
+        as long as its steps a trial takes."""
+        # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
+        tokens_per_step = 1 + self.acceptance.accepted.total() / max(1, self.steps)
+        return self.tree if self.steps + left / tokens_per_step < cost * WORTH_TRIALS else self.scheduled
 
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
         least = {tree: min(self.seconds[tree]) for tree in self.trials}
         # The tree and the chain are of one size, so t is the same, and only draft passes make a difference.
-        branched, straight = self.trials[1:3]
+        branched, straight = self.trials[:2]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in least}
         sizes = sorted(t)
@@ -1055,8 +1055,8 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial takes as long as several steps, so then it must pay in a quarter of the tokens.
-        tree = planner.next_tree(left // 4 if static else left)
+        # To capture a trial's tree takes as long as several steps.
+        tree = planner.next_tree(left, 4 if static else 1)
         if length - 1 + tree.depth > min(self.target.context, self.draft.context):
             return NO_TREE
         # Levels behind the text's end are cut, as each adds at most one token. (A new capture takes longer.)
@@ -1235,7 +1235,7 @@ def offload(model, device):
     return model.eval().requires_grad_(False)
 
 # --- 14  The command line -----------------------------------------------------------------------------------
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = Path(__file__).parent / "tiny"
 PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
           '    """Yield the names of all files in a directory that match a pattern."""\n    for name in')
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1246,11 +1246,11 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "draft": (str(TINY / "draft"), "a small model with the same tokens"),
     "prompt": (PROMPT, "the text to continue"),
     "chat": (False, "put the prompt through the chat template, as a user's message"),
-    "max_new_tokens": (96, "how many tokens to add", 1, 10**9),
-    "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 10**9),
+    "max_new_tokens": (96, "how many tokens to add"),
+    "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 1e9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
-    "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 10**9),
-    "seed": (7, "repeats a text with --method gumbel or a fixed --tree; auto goes by timing", 0, 2**63 - 1),
+    "top_k": (0, "keep this many likeliest tokens; 0 is all"),
+    "seed": (7, "repeats a text with --method gumbel or a fixed --tree; auto goes by timing", 0, 10**18),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),

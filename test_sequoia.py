@@ -813,19 +813,17 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {16, 32, 64}
 
 @quick
-def test_trials_come_only_where_a_plan_would_still_pay_and_a_text_has_room_for_their_levels():
-    """Short texts get the first tree, until their steps are enough for trials, of which none is ever cut."""
+@pytest.mark.parametrize("path, cost, begun", [([], 1, 4), ([1], 1, 50), ([], 4, 292)])
+def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(path, cost, begun):
+    """Until then the first tree is used, and timed. Tokens take fewer steps where children are accepted."""
     planner = Planner("auto")
-    trees = []
-    for _ in range(100):
-        trees.append(planner.next_tree(5))
-        planner.learn(Step(trees[-1], [0] * trees[-1].size, [], 0, 1.0))
-    assert (planner.tree.size, planner.tree.depth) == sequoia.FIRST_SHAPE
-    before = sequoia.WORTH_TRIALS - 5
-    assert trees == before * [planner.tree] + 4 * [NO_TREE] + (96 - before) * [planner.tree]
-    assert planner.next_tree(8) == chain(7)
-    planner.learn(Step(chain(7), [0] * 8, [], 0, None))         # without a time it was no trial
-    assert planner.scheduled == chain(7)
+    first = planner.tree
+    second = chain(7)
+    while planner.next_tree(92, cost) == first:
+        planner.learn(Step(first, [0] * 8, path, 0, 1.0))
+    assert planner.steps == begun
+    planner.learn(Step(second, [0] * 8, [], 0, None))           # without a time it was no trial
+    assert planner.scheduled == second
 
 @quick
 def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_two_of_them():
@@ -837,7 +835,7 @@ def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_tw
 def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
     planner = Planner("auto")
     planner.trials.append(k_ary(2, 3))
-    for tree, seconds in zip(planner.trials, (3.0, 2.0, 1.0, 2.0)):
+    for tree, seconds in zip(planner.trials, (2.0, 1.0, 3.0, 2.0)):
         planner.seconds[tree] += 4 * [seconds]
     sizes, t, c = planner.latency()
     assert sizes == [1, 7, 8]
@@ -925,9 +923,9 @@ def test_auto_with_its_trials_writes_generates_text_and_captures_trees_only_for_
     badly. And as each tree of a trial is captured, a trial takes as long as several steps."""
     decoder = kind(llama[0], llama[0])
     trees = set()
-    for length in (8, 33):
+    for length in (8, 33, 20):
         with form_of("static"):
-            steps = assert_as_generate(decoder, prompt_of(length), max_new_tokens=90)
+            steps = assert_as_generate(decoder, prompt_of(length), max_new_tokens=200)
         for step in steps[1:]:
             assert len(step.tokens) == step.tree.depth      # the target is the draft, if its cache is right
             trees.add(step.tree)
@@ -1437,9 +1435,9 @@ def test_chat_puts_the_prompt_through_the_template(folders, capfd):
 
 # The arguments after those for a good pair, and the words of the one line that they cause.
 BAD_REQUESTS = {
-    "--top-p=1.5": "--top-p", "--top-p=nan": "--top-p", "--top-p=0": "--top-p", "--top-k=-3": "--top-k",
+    "--top-p=1.5": "--top-p", "--top-p=nan": "--top-p", "--top-p=0": "--top-p",
     "--temperature=inf": "--temperature", "--seed=-1": "--seed", "--seed=12345678901234567890123": "--seed",
-    "--max-new-tokens=0": "--max-new-tokens", "--temperature=-1": "--temperature", "--prompt=": "",
+    "--max-new-tokens=0": "max_new_tokens", "--prompt=": "",
     "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--tree=100x2": "too large",
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
     "--method=magic": "sequoia, specinfer, spectr, naive, topk, gumbel, got 'magic'",
@@ -1447,7 +1445,7 @@ BAD_REQUESTS = {
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
     "--draft=FOLDER/wider": "6 weights missing.* shapes", "--draft=FOLDER/renamed": "different tokens"}
 
-@pytest.mark.parametrize("words", some_quick(BAD_REQUESTS, *[*BAD_REQUESTS][:9], "--draft=FOLDER/wider"))
+@pytest.mark.parametrize("words", some_quick(BAD_REQUESTS, *[*BAD_REQUESTS][:7], "--draft=FOLDER/wider"))
 def test_a_bad_request_is_one_line_and_exit_code_2(folders, capfd, words):
     good = [f"--target={folders / 'good'}", f"--draft={folders / 'good'}", "--tree=3x2", "--max-new-tokens=4"]
     code, out, err = run_main(capfd, *good, words.replace("FOLDER", str(folders)))
