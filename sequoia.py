@@ -50,7 +50,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child, rank or token. As an index it reads the last element, so some tensors end in a dummy.
+# No parent, child, rank or token. As an index it reads the last element, so some tensors end in NONE.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -68,9 +68,9 @@ class Tree(tuple):
 
     size, depth, branching: the numbers of nodes, of levels, and of a node's children at most. For each node:
     level_of, 0 for the root; ranks, its place among its siblings, from 0; children; paths, the nodes from the
-    root to it; mask, (size, size) bool, what it sees, which are the nodes on its path."""
+    root to it; mask, (size, size) bool, which nodes it sees: those on its path."""
 
-    def __init__(self, parents):                # which `tuple.__new__` has stored
+    def __init__(self, parents):                # `tuple.__new__` has made them the elements of self
         if self[:1] != (NONE,):
             raise ValueError(f"a tree starts with its root, whose parent is -1; got {self[:8]}")
         self.size = len(self)
@@ -114,9 +114,9 @@ def k_ary(k, depth):
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
-TRIED = -3e38           # rejected: below all that may be proposed, but finite: a row of -inf has no softmax
-UNLIKELY = -1000        # the least that a draft may say, so not -inf, because the target may want the token
-LOWERED_BY = 100        # what a draft's token loses where top-k, top-p or min-p cut it, for the same reason
+TRIED = -3e38           # rejected: below all others, but finite, because a row of -inf alone has no softmax
+UNLIKELY = -1000        # the lowest that a draft may give. It is not -inf, as the target may want the token
+LOWERED_BY = 100        # subtracted, instead of -inf, where top-k, top-p or min-p cut a token from a draft
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
 
@@ -127,7 +127,7 @@ def gumbel_noise(u):
     Let token i arrive after a random time E_i / p_i, where E_i = -log u_i is exponentially distributed. Then
     i is the first to arrive with probability p_i / sum p, and as such arrivals have no memory, the next one
     is drawn in the same way from the other tokens. The smallest E / p is the largest log p - log E. The 53
-    bits of u matter: p = 1e-9 needs an E of about 1e-9, but the last float32 u below 1 has an E of 6e-8."""
+    bits of u matter: to arrive first, p = 1e-9 needs an E near 1e-9. A float32 u gives none below 6e-8."""
     E = -u.log()
     return -E.float().log()
 
@@ -167,16 +167,16 @@ def never_ruled_out(log_Q):
 # rejected, and the next child comes from D, the draft without that token. That is the same task again, with R
 # and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
 #
-# Sequoia is robust because no token is tried twice: if the children include all tokens that the target can
-# want, one of them is always accepted (the cover property, Theorem 3.7). A rejected token had R < D, so the
-# next residual gives it nothing. When a single wanted token is left, R is 1 there, so it is accepted.
+# Sequoia is robust because no token is tried twice: if the children include all tokens with P > 0, one of
+# them is always accepted (the cover property, Theorem 3.7). For a rejected token had R < D, so the next R is
+# 0 there. If only one of them is left, all of R is there, so its ratio is 1 / D, and it is accepted.
 # SpecInfer draws with replacement, so the same token may be drawn again, only to be rejected again.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
 
-    Returns the accepted child's rank; or NONE, and the residual R, (V,), from which the token is then to be
-    drawn. say: called with a line of text for each child that is tried, where word(token) names it."""
+    Returns (rank, None) if a child is accepted; otherwise (NONE, R), and the token is then to be drawn from
+    R, the residual, (V,). say: is given a line of text for each child tried, where word(token) names it."""
     R, D = P, Q
     for rank, s in enumerate(tokens):
         ratio = R[s] / D[s]
@@ -199,8 +199,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
     rest of the file does the same, faster, and is tested against it.
 
     target, draft: functions from a text, ids (length,), to the scores of the next token, (V,). The draft's
-    must be finite and within 700 of the highest, because a lower one might be proposed, and its softmax is 0.
-    No node may have more children than there are tokens. say, word: see `verify_one_node`."""
+    must be finite and within 700 of the highest, because a lower one's softmax is 0, and Algorithm 2 divides
+    by it. No node may have more children than there are tokens. say, word: see `verify_one_node`."""
     rand = partial(uniform, generator=generator, device=text.device)
     # 1. The draft grows the tree. Each node with children proposes them, so texts come in level order.
     texts = [text]
@@ -210,8 +210,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         if children:
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
-            if tree.level_of[node] == len(noise):         # the first one on its level
-                # Its nodes can share noise, because only one is reached, whatever this noise is.
+            if tree.level_of[node] == len(noise):         # the first parent on its level
+                # A level can share noise: only one of its nodes is reached, and earlier levels decide which.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -258,13 +258,12 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    Below an accepted node let a child and its younger siblings share n nodes: the child and its descendants
-    take m, the siblings and theirs n - m. The most expected tokens that they add are, for the best m,
+    Let below[j] be the most expected tokens that j nodes can add below an accepted child, and younger[j] the
+    most that they can add as its younger siblings with descendants; both are -inf if j nodes have no place.
+    Let the child, its younger siblings and all their descendants be n nodes, and the child with its own
+    descendants m of them. Then the best m is the one for which this is largest:
 
-        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m],
-
-    where below[j] is the most that j nodes add below the child, and younger[j] the most that they add as its
-    younger siblings with descendants. Both are 0 for no nodes, and -inf if so many nodes have no place."""
+        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m]"""
     rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
     depth = size if depth is None else min(size, depth)
     n = np.arange(size)[:, None]
@@ -282,7 +281,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
             best_m[level, rank] = 1 + value.argmax(axis=1)
             younger = value.max(axis=1)
             younger[0] = 0.0                                    # where n is 0, all m were masked
-        below = younger                                         # the eldest child with its younger siblings
+        below = younger                         # all children are the eldest one and its younger siblings
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
@@ -315,12 +314,12 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
         s = token.clamp(min=0)
-        # A missing child takes nothing from R. (Its s is 0, which is harmless, as only missing ones follow.)
+        # A missing child takes nothing from R. (It marks token 0 as TRIED, but only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                               # a single row needs no more. (In a graph there are several.)
-        R = (R - D).clamp(min=0) + 1e-20 * P    # where rounding has left nothing of R, this is P
+            break                           # one row needs no more. (A graph cannot branch, but has several.)
+        R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
@@ -335,7 +334,7 @@ class Method(NamedTuple):
     """How children are proposed and verified: by Sequoia's functions above, or by those of section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # the target's scores, 1, rand -> the token that a child must match
+    choose: Callable | None = None      # as propose: the target's own token, which a child must match
     is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
@@ -354,8 +353,8 @@ TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
-    """A method, and the logits processors that shape both models' scores: functions of ids, (1, length), and
-    scores, (1, V). If all are in TEXT_BLIND, they are given all nodes at once, and None for ids."""
+    """A method, and the logits processors that shape both models' scores. Each is a function of ids,
+    (1, length), and scores, (1, V). But if all are in TEXT_BLIND, they get None, and many nodes' scores."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -363,7 +362,7 @@ class Sampling:
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
         self.reads_text = len(blind) < len(processors)
-        # What plans and graphs depend on. (Processors that read the text have no graph, and share a plan.)
+        # Calls of one key share a plan and graphs. (Processors that read the text are in no graph.)
         self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -374,7 +373,7 @@ class Sampling:
         rows = []
         for row, node in zip(logits.float().split(1), nodes.tolist()):
             added = tokens[tree.paths[node][1:]]
-            # From an end or a missing child on nothing matters, and a grammar's processor might raise.
+            # No score at or below an end or a missing child is used, and a grammar's processor might raise.
             if not self.end_tokens.intersection(added.tolist()):
                 row = self.processed(torch.cat([text, added])[None], row, is_draft)
             rows.append(row)
@@ -414,19 +413,20 @@ class Sampling:
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
 # which its key was rotated. The next root then gets the slot base + 2.
 #
-# Between steps the slots before base hold the text. But the draft is not fed leaves, because they propose
-# nothing, so its cache lacks the entry of an accepted leaf, which is the token before the next root. So each
-# step's first draft pass also feeds this token, *previous*, whether its entry is there or not.
+# Between steps the slots before base hold the text. But *previous*, the token before the root, may have been
+# a leaf, and then the draft's cache lacks its entry, because the draft is not fed leaves, which propose
+# nothing. So each step's first draft pass feeds previous, too. (An entry that was there is written again.)
 
 class Place(NamedTuple):
-    """Where a tree stands in a cache. Passes read the first `visible` slots of it."""
+    """Where a tree stands in a cache. Passes read the first `reach` slots of it."""
     slots: Tensor               # (size + 1,): of the nodes and of previous
     positions: Tensor           # (size + 1,)
-    mask: Tensor                # (size + 1, visible): 0 where a node or previous sees a slot, -inf elsewhere
-    read_positions: Tensor      # (visible,): the positions of these slots, for windows
+    mask: Tensor                # (size + 1, reach): 0 where a node or previous sees a slot, -inf elsewhere
+    read_positions: Tensor      # (reach,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as tensors. For the tree above they are
+    """Everything about a step that the tree alone decides, as tensors. Some index the step's tokens, of which
+    here 0 to 3 are the nodes', 4 is previous, 5 unread, where padding goes, and -1 NONE. For the tree above:
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -436,9 +436,7 @@ class Layout:
 
             parents      [0]        [1]      the nodes of a level that have children
             fed          [4, 0]     [1]      the draft is fed these: the parents, and first also previous
-            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with unread
-
-    children and passes index the step's tokens: the nodes' (0 to 3), previous (4), unread (5), NONE (-1)."""
+            proposed     [[1, 2]]   [[3]]    where each parent's children go, padded with unread"""
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
@@ -450,7 +448,7 @@ class Layout:
         self.previous = tree.size
         self.nodes = tensor(range(tree.size))
         self.offsets = tensor([[*range(tree.size), -1], [*tree.level_of, -1]])
-        seen = pad(tree.mask, (1, 1, 0, 1))
+        seen = pad(tree.mask, (1, 1, 0, 1))     # columns for all slots before and after; a row for previous
         seen[:, 0] = True
         self.mask = torch.where(seen, 0.0, RULED_OUT).to(device)
         self.children = padded([[*children, NONE] for children in tree.children], NONE)
@@ -460,11 +458,11 @@ class Layout:
             proposed = padded([tree.children[node] for node in parents], tree.size + 1)
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
-    def place(self, base, visible):
-        """The tree's Place with its root in slot `base`, a number or (1,), if passes read `visible` slots."""
+    def place(self, base, reach):
+        """The tree's Place with its root in slot `base`, a number or (1,), if passes read `reach` slots."""
         slots, positions = base + self.offsets
-        read = torch.arange(visible, device=slots.device)
-        # Mask columns: 0, of all slots before base; 1 + i, of node i's; the last, of all slots after these.
+        read = torch.arange(reach, device=slots.device)
+        # The mask's column for each slot: 0 before base, 1 + i for node i, and the last one after the nodes.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere a slot is its position
         return Place(slots, positions, self.mask[:, columns], read_positions)
@@ -476,7 +474,8 @@ def context_of(config):
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         kind = isinstance(rope, dict) and rope.get("rope_type")
         if kind in ("linear", "yarn", "longrope"):
-            # Past the original length longrope would rotate all earlier keys again, but not cached ones.
+            # Two of these stretch the original length by a factor. But longrope would then rotate all earlier
+            # keys anew, and cached ones would stay as they are, so there it is the limit.
             factor = 1 if kind == "longrope" else rope["factor"]
             return int(factor * rope.get("original_max_position_embeddings", context))
     return context
@@ -493,7 +492,7 @@ class CachedModel:
         self.window = getattr(config, "sliding_window", None)
         self.layer_types = getattr(config, "layer_types", None)     # None where one mask is for all layers
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0)            # before the first text it has only a capacity
+        self.store = torch.empty(0, 0, 0, 0)            # before a first text it has no more than a capacity
 
     def reserve(self, length):
         """Makes room for a text of this length, and keeps what is there. Returns the capacity."""
@@ -508,19 +507,19 @@ class CachedModel:
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
         positions = torch.arange(len(text), device=text.device)[None]   # because some models count otherwise
         output = self.model(input_ids=text[None], position_ids=positions, past_key_values=cache, **keep)
-        layers = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
+        entries = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
         if not len(self.store):                         # the first text shows how large entries are
-            heads, _, head_size = np.max([states.shape for states in layers], axis=0)
-            self.store = layers[0].new_empty(len(layers), heads, capacity, head_size)
+            heads, _, head_size = np.max([states.shape for states in entries], axis=0)
+            self.store = entries[0].new_empty(len(entries), heads, capacity, head_size)
         # Clear what an earlier text left. A masked slot has weight 0, but 0 times NaN is NaN.
         self.store.zero_()
-        for stored, states in zip(self.store, layers):
+        for stored, states in zip(self.store, entries):
             stored[: states.shape[0], : len(text), : states.shape[2]] = states
         return output.logits[0, -last:]                 # because not every model can leave out the others
 
     def node_logits(self, tokens, nodes, place):
-        """One pass over some nodes of a tree, (nodes,) -> (nodes, V). tokens: all nodes', then previous."""
+        """One pass over some nodes of a tree, (nodes,) -> (nodes, V). tokens: all nodes' and more."""
         run = getattr(self.model, "_sequoia_pass", self.forward)        # `pack` may leave a faster one
         return run(self.store, tokens, nodes, *place)
 
@@ -530,7 +529,7 @@ class CachedModel:
         written = slots[nodes]
 
         def update(key_states, value_states, layer_idx, *args, **kwargs):
-            # Attention gives a cache the new keys and values, and gets all that it reads.
+            # Each layer's attention calls this with new keys and values, and attends to those returned.
             read = []
             for index, states in enumerate((key_states, value_states), start=2 * layer_idx):
                 stored = store[index, None, : states.shape[1], :, : states.shape[3]]        # a view
@@ -540,7 +539,7 @@ class CachedModel:
 
         cache = transformers.Cache(layers=[])
         cache.update = update           # given masks and positions, a model asks its cache for nothing else
-        full = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, visible)
+        full = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, reach)
         if self.window:
             windowed = full.masked_fill(positions[nodes, None] - read_positions >= self.window, RULED_OUT)
         masks = {"full_attention": full, "sliding_attention": windowed}
@@ -583,9 +582,9 @@ def walk(layout, try_children):
 
 def walk_in_graph(layout, try_children):
     """`walk` for a CUDA graph, which cannot branch: all nodes' children are tried at once, and a node without
-    an accepted child is followed by itself. If only node 1 above is accepted, the path is 0, 1, 1."""
+    an accepted child is followed by itself. If only node 1 of section 7 is accepted: 0, 1, 1."""
     rank, weights = try_children(slice(None), layout.tree.branching)
-    # The rank NONE reads the last column, which is NONE, so the maximum is the node itself.
+    # The rank NONE reads the last column, NONE, which is -1, so the maximum is the node itself.
     following = layout.children[layout.nodes, rank].maximum(layout.nodes)       # here [1, 1, 2, 3]
     path = [layout.nodes[:1]]
     for _ in range(layout.tree.depth - 1):
@@ -632,10 +631,10 @@ class TreeStep:
         layout = self.layout
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
-        # 0. The tree takes its place after the text. A static step reads all slots; the mask hides free ones.
-        # So does any step on a GPU, because attention would choose new kernels for each new shape.
-        visible = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
-        place = layout.place(self.base, visible)
+        # 0. The tree takes its place after the text. A static step needs fixed shapes, so it reads all slots,
+        # and the mask hides free ones. On a GPU all do, because attention sets up each new shape anew.
+        reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
+        place = layout.place(self.base, reach)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
         log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
         for parents, fed, proposed in layout.passes:
@@ -660,7 +659,7 @@ class TreeStep:
         path, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        # 5. The accepted nodes' entries move up behind the root. (Those of a repeated node go to free slots.)
+        # 5. The accepted nodes' entries move up behind the root. (Those of repeated nodes go to free slots.)
         if len(path) > 1:
             for model in self.models:
                 entries = model.store.index_select(2, place.slots[path])
@@ -681,7 +680,7 @@ class TreeStep:
         graph = torch.cuda.CUDAGraph()
         if self.generator:
             graph.register_generator_state(self.generator)
-        # The outer `stream` brings back device and stream, which a failed capture leaves changed.
+        # The outer context restores device and stream, which a failed capture leaves changed.
         with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
             return graph, work()
 
@@ -695,17 +694,17 @@ MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
-TIMINGS = 4                             # a tree's time is the least of so many last steps with it
-WORTH_TRIALS = 96       # no trials until steps done plus steps left reach this, as they would not pay
+TIMINGS = 4                             # a tree's time is the least of its last TIMINGS steps'
+WORTH_TRIALS = 96       # if steps done plus steps left are fewer, trials would not pay
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
 
     rates: (ranks,), falling. sizes: the timed ones, rising from 1. t: t(n) for these. c: of a draft pass.
 
-    Where rates fall, so do chances, from parent to child and from sibling to sibling. So the n likeliest
-    nodes always form a tree, the best one, and F(T) is the sum of the n largest chances. A sorted list of all
-    chances gives it for all n at once; each turn adds a level. Algorithm 1 then only builds the winner."""
+    Because rates fall, no node is likelier than its parent or its elder sibling. So the n likeliest nodes
+    always form a tree, the best one of n nodes, and F(T) is the sum of their chances. So one sorted list of
+    chances gives F(T) for all n; each turn adds a level's. Algorithm 1 then only builds the winner."""
     most = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -770,7 +769,7 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        # NO_TREE comes last, because on a GPU the time of the step after it includes the draft's prefill.
+        # On a GPU the step after NO_TREE waits for the draft's prefill. So NO_TREE is last: no trial follows.
         self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
@@ -779,11 +778,11 @@ class Planner:
         return shape if isinstance(shape, Tree) else optimal_tree(self.acceptance.rates(), *shape)
 
     def schedule(self):
-        """The trees that become `scheduled`, for "auto". `learn` takes the next one when one has been timed:
+        """Yields the tree to time next. `learn` resumes it once that tree has been timed. For "auto":
 
             1. the first tree, a chain of its size and no tree, TIMINGS times each
-            2. a plan is made; while it asks for one more size, this one TIMINGS times, and a new plan
-            3. the plan, until the steps have doubled; then those of 1 once more; and on with 2"""
+            2. if the plan that is then made asks for one more size, this one TIMINGS times; and 2 again
+            3. the plan, until steps have doubled, or without a tree quadrupled; those of 1 once; and 2"""
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
@@ -793,21 +792,22 @@ class Planner:
                 if size := size_to_try(self.tree.size, sizes):
                     trial = self.best_of((size, self.tree.depth + 2))           # larger, so deeper
                     yield from TIMINGS * [trial]
-                    self.trials.append(trial)       # not before, because `latency` needs its time
+                    self.trials.append(trial)       # only now: all in `trials` have times
                     continue
-            else:                                   # without trials; but rates have been learned
+            else:           # a shape needs no trials, but its best tree changes with the learned rates
                 self.tree = self.best_of(self.shape)
-            keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)  # as there trials cost most
+            # Without a tree as the plan, trials lose most, so then they are rarer.
+            keep_until = (4 if self.tree == NO_TREE else 2) * max(self.steps, 8)
             while self.steps < keep_until:
                 yield self.tree
             yield from self.trials[:3]
 
-    def next_tree(self, left=np.inf, cost=1):
-        """The tree of the next step. left: how many tokens the text may still get. cost: how many times
-        as long as its steps a trial takes."""
+    def next_tree(self, tokens_left=np.inf, trial_cost=1):
+        """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
         # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
         tokens_per_step = 1 + self.acceptance.accepted.total() / max(1, self.steps)
-        return self.tree if self.steps + left / tokens_per_step < cost * WORTH_TRIALS else self.scheduled
+        steps_in_all = self.steps + tokens_left / tokens_per_step
+        return self.tree if steps_in_all < trial_cost * WORTH_TRIALS else self.scheduled
 
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
@@ -908,7 +908,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #                     Decoder.steps_after                      plans and runs one TreeStep after another
 
 def tree_shape(tree):
-    """A Tree, (nodes, levels) or "auto", from one of these, "NODESxLEVELS" or "none"."""
+    """Turns "NODESxLEVELS" into (nodes, levels), and "none" into a Tree. These two and "auto" stay."""
     if tree == "auto":
         return tree
     if tree == "none":
@@ -964,13 +964,13 @@ class Decoder:
         self.target = CachedModel(checked(target))
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         models = self.target, self.draft
-        # gumbel takes only a seed for each text from the caller's generator; its steps use one of their own.
+        # With gumbel the caller's generator gives a seed for each text, and must not depend on steps.
         step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         self.cuda_graph = (cuda_graph and target.device.type == "cuda"
                            and not hasattr(target, "_sequoia_offloaded"))      # its pass needs the host
         self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # Kept for their graphs. A graph is valid for one capacity and one key, so these are told apart, too.
+        # Kept for their graphs. A graph is valid for one capacity and key, so these tell steps apart, too.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, step_generator, static))
 
@@ -1028,7 +1028,7 @@ class Decoder:
     def steps_after(self, text, sampling, planner, max_length):
         """Yields the steps after a text, (length,), one by one. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # `probe` needs them
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # may be written to
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         yield step
@@ -1059,7 +1059,7 @@ class Decoder:
         tree = planner.next_tree(left, 4 if static else 1)
         if length - 1 + tree.depth > min(self.target.context, self.draft.context):
             return NO_TREE
-        # Levels behind the text's end are cut, as each adds at most one token. (A new capture takes longer.)
+        # Levels behind the text's end are cut, as each adds at most one token. (To capture takes longer.)
         if tree.depth > left and not static:
             return Tree(tree[: tree.level_of.index(left)])
         return tree
@@ -1115,7 +1115,7 @@ def probe(target, text, logits):
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     P = logits.float().softmax(dim=1)
     differences = (again.float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
-    # The last one, and the median, because a mixture of experts may round a token to another expert.
+    # Not the largest, because rounding may send a token to another expert, but the last and the median.
     difference = torch.maximum(differences[-1], differences.median())
     # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:      # refuses NaN, too
@@ -1145,8 +1145,8 @@ def check_call(target, ids, config, arguments):
 
 # --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
 # Must hold: offloaded, the same numbers; packed and traced, the same up to rounding.
-# Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
 mkldnn = torch.ops.mkldnn
+# Whether oneDNN, the CPU's matrix library, can pack bfloat16 weights here. Not every build of torch has it.
 PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_supported()
 
 def packed_product(x, weight, bias: Tensor | None):            # TorchScript needs the annotation
@@ -1154,7 +1154,7 @@ def packed_product(x, weight, bias: Tensor | None):            # TorchScript nee
 
 def pack_linear(layer):
     packed = mkldnn._reorder_linear_weight(layer.weight, 16)    # in oneDNN's order for about 16 tokens
-    product = torch.jit.script(packed_product)  # because a trace cannot hold the empty list in it
+    product = torch.jit.script(packed_product)  # because a trace cannot record its empty list
     del layer.weight
     layer.register_buffer("weight", packed)
     layer.forward = lambda x: product(x, layer.weight, layer.bias)
@@ -1197,11 +1197,11 @@ def pack(model):
     # A TorchScript trace holds the operators that one run called, and runs them without Python. What Python
     # decided in that run is then final, so a trace must give the same outputs, also for other examples.
     module = nn.Module()
-    module.model = model            # because the constants of a trace cannot be packed weights
+    module.model = model            # makes the weights its own: packed ones cannot be constants
     module.forward = cached.forward
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
-        run = torch.jit.optimized_execution(False)(trace.forward)   # not again for every new shape
+        run = torch.jit.optimized_execution(False)(trace.forward)   # or each new shape would be optimized
         if torch.dist(outputs(run), packed) < rounding * packed.norm():
             model._sequoia_pass = run
     if not hasattr(model, "_sequoia_pass"):
@@ -1213,7 +1213,7 @@ def offload(model, device):
     """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
     is copied to be computed. Copying takes most of the time, so hundreds of nodes cost hardly any more."""
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    host = {}                # by weight of these layers: what stays in host memory
+    host = {}                # for each weight of these layers its data in host memory
     for weight in layers.parameters():
         if torch.cuda.is_available():
             weight.data = weight.data.pin_memory()
@@ -1250,7 +1250,7 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 1e9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
     "top_k": (0, "keep this many likeliest tokens; 0 is all"),
-    "seed": (7, "repeats a text with --method gumbel or a fixed --tree; auto goes by timing", 0, 10**18),
+    "seed": (7, "repeats a text with --method gumbel or a fixed --tree; auto goes by timing", 0, 1e18),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
     "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
@@ -1320,7 +1320,7 @@ class ExplainingDecoder(Decoder):
             logits = resized(model.prefill(ids.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
             shaped = sampling.processed(ids[None], logits, is_draft)[0].double()
             if sampling.method.choose is propose_likeliest:
-                # Greedy decoding is the limit of low temperatures, but so cold a draft has no second choice.
+                # Greedy is the limit of low temperatures. But a draft as cold would have no second choice.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
             return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
 
