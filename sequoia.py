@@ -50,7 +50,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child, rank or token. As an index it reads the last element, so some tensors end in NONE.
+# No parent, child, rank or token. As an index it reads a last element, which is NONE where that happens.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def draw(weights, u):
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
 def never_ruled_out(log_Q):
-    """A draft's scores, (rows, V), between UNLIKELY and 1000: tokens of probability 0 are proposed last, and
-    equally often (Algorithm 2, lines 12 to 15). A draft that says NaN is useless, but the text can go on."""
+    """A draft's scores, (rows, V), between UNLIKELY and 1000. So once all others are rejected, the tokens of
+    probability 0 are equally likely (Algorithm 2, lines 12 to 15). If a draft says NaN, the text goes on."""
     return log_Q.nan_to_num(nan=UNLIKELY).clamp_(UNLIKELY, -UNLIKELY)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
@@ -314,11 +314,11 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         token = tokens[:, rank, None]                                                       # (rows, 1)
         exists = token != NONE
         s = token.clamp(min=0)
-        # A missing child takes nothing from R. (It marks token 0 as TRIED, but only missing ones follow.)
+        # A missing child takes nothing from R. (Below, it marks token 0, but only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         if len(P) == 1 and accepted[-1]:
-            break                           # one row needs no more. (A graph cannot branch, but has several.)
+            break                   # `walk` has one row, and can stop. (A graph, which cannot, has several.)
         R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -361,8 +361,8 @@ class Sampling:
         self.processors = processors
         self.end_tokens = {NONE, *np.ravel(end_tokens)}
         blind = [processor for processor in processors if type(processor) in TEXT_BLIND]
-        self.reads_text = len(blind) < len(processors)
-        # Calls of one key share a plan and graphs. (Processors that read the text are in no graph.)
+        self.reads_text = blind != processors
+        # Calls of one key share a plan and graphs. (With processors that read the text there is no graph.)
         self.key = method, self.reads_text, *[(type(each), *vars(each).values()) for each in blind]
 
     def node_scores(self, logits, is_draft, nodes, tree, tokens, text):
@@ -425,8 +425,8 @@ class Place(NamedTuple):
     read_positions: Tensor      # (reach,): the positions of these slots, for windows
 
 class Layout:
-    """Everything about a step that the tree alone decides, as tensors. Some index the step's tokens, of which
-    here 0 to 3 are the nodes', 4 is previous, 5 unread, where padding goes, and -1 NONE. For the tree above:
+    """Everything about a step that the tree alone decides, as tensors. `children` and `passes` index the
+    step's tokens: for the tree above 0 to 3 are the nodes', 4 previous, 5 unread (for padding), and -1 NONE.
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -474,8 +474,8 @@ def context_of(config):
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         kind = isinstance(rope, dict) and rope.get("rope_type")
         if kind in ("linear", "yarn", "longrope"):
-            # Two of these stretch the original length by a factor. But longrope would then rotate all earlier
-            # keys anew, and cached ones would stay as they are, so there it is the limit.
+            # linear and yarn stretch the original length by a factor. But beyond it longrope would rotate all
+            # keys anew, and cached ones are rotated already, so there it is the limit.
             factor = 1 if kind == "longrope" else rope["factor"]
             return int(factor * rope.get("original_max_position_embeddings", context))
     return context
@@ -492,7 +492,7 @@ class CachedModel:
         self.window = getattr(config, "sliding_window", None)
         self.layer_types = getattr(config, "layer_types", None)     # None where one mask is for all layers
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.store = torch.empty(0, 0, 0, 0)            # before a first text it has no more than a capacity
+        self.store = torch.empty(0, 0, 0, 0)            # until the first text only its capacity counts
 
     def reserve(self, length):
         """Makes room for a text of this length, and keeps what is there. Returns the capacity."""
@@ -505,7 +505,7 @@ class CachedModel:
         """Feeds a text, (length,), in an ordinary pass. Returns the logits of at most `last` tokens."""
         cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         keep = {"logits_to_keep": last} if self.model._supports_logits_to_keep() else {}
-        positions = torch.arange(len(text), device=text.device)[None]   # because some models count otherwise
+        positions = torch.arange(len(text), device=text.device)[None]   # as some would not count from 0
         output = self.model(input_ids=text[None], position_ids=positions, past_key_values=cache, **keep)
         entries = [states[0] for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
@@ -560,7 +560,7 @@ class Step(NamedTuple):
 
     @property
     def tokens(self):
-        """The tokens that this step adds to the text."""
+        """The tokens that this step adds to the text, which may end before the last of them."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
 def resized(logits, vocabulary):
@@ -632,7 +632,7 @@ class TreeStep:
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 0. The tree takes its place after the text. A static step needs fixed shapes, so it reads all slots,
-        # and the mask hides free ones. On a GPU all do, because attention sets up each new shape anew.
+        # and the mask hides free ones. Every step on a GPU does, as attention sets up each new shape anew.
         reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, reach)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -659,7 +659,7 @@ class TreeStep:
         path, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        # 5. The accepted nodes' entries move up behind the root. (Those of repeated nodes go to free slots.)
+        # 5. The accepted nodes' entries move up behind the root. (Those of repeated nodes fill free slots.)
         if len(path) > 1:
             for model in self.models:
                 entries = model.store.index_select(2, place.slots[path])
@@ -703,8 +703,8 @@ def plan(rates, sizes, t, c):
     rates: (ranks,), falling. sizes: the timed ones, rising from 1. t: t(n) for these. c: of a draft pass.
 
     Because rates fall, no node is likelier than its parent or its elder sibling. So the n likeliest nodes
-    always form a tree, the best one of n nodes, and F(T) is the sum of their chances. So one sorted list of
-    chances gives F(T) for all n; each turn adds a level's. Algorithm 1 then only builds the winner."""
+    always form a tree, the best one of n nodes, and F(T) is the sum of their chances. Each turn adds a
+    level's chances to a sorted list, whose running sums are F(T) for all n. Algorithm 1 builds the winner."""
     most = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
     for depth in range(1, MAX_LEVELS + 1):
@@ -725,7 +725,7 @@ def size_to_try(planned, sizes):
     (32, 13, None)"""
     if sizes[-1] < min(2 * planned, MAX_NODES):
         return 2 * sizes[-1]            # because the best tree may lie beyond the timed sizes
-    # Or halfway to the next timed one, if that is clearly more, because t(n) is only interpolated there.
+    # Otherwise halfway to the next timed size, unless that is near, because t(n) is only interpolated there.
     middle = (planned + min([n for n in sizes if n > planned], default=planned)) // 2
     return middle if middle > max(4, 1.2 * planned) else None
 
@@ -769,7 +769,6 @@ class Planner:
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree
         self.steps = 0
         self.tree = self.best_of(FIRST_SHAPE if shape == "auto" else shape)
-        # On a GPU the step after NO_TREE waits for the draft's prefill. So NO_TREE is last: no trial follows.
         self.trials = [self.tree, chain(FIRST_SHAPE[0] - 1), NO_TREE] if shape == "auto" else []
         self.upcoming = self.schedule()
         self.scheduled = next(self.upcoming)
@@ -781,8 +780,8 @@ class Planner:
         """Yields the tree to time next. `learn` resumes it once that tree has been timed. For "auto":
 
             1. the first tree, a chain of its size and no tree, TIMINGS times each
-            2. if the plan that is then made asks for one more size, this one TIMINGS times; and 2 again
-            3. the plan, until steps have doubled, or without a tree quadrupled; those of 1 once; and 2"""
+            2. a plan is made; if it asks for one more size, a tree of this size TIMINGS times, and 2 again
+            3. the plan, until steps have doubled (quadrupled if it is no tree); 1's trees once; 2 again"""
         for trial in self.trials:
             yield from TIMINGS * [trial]
         while True:
@@ -908,7 +907,7 @@ def sample_and_verify(P, Q, k, method="sequoia", generator=None):
 #                     Decoder.steps_after                      plans and runs one TreeStep after another
 
 def tree_shape(tree):
-    """Turns "NODESxLEVELS" into (nodes, levels), and "none" into a Tree. These two and "auto" stay."""
+    """Turns "NODESxLEVELS" into (nodes, levels), and "none" into NO_TREE. Others stay as they are."""
     if tree == "auto":
         return tree
     if tree == "none":
@@ -964,13 +963,13 @@ class Decoder:
         self.target = CachedModel(checked(target))
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         models = self.target, self.draft
-        # With gumbel the caller's generator gives a seed for each text, and must not depend on steps.
+        # gumbel takes a seed for each text from the caller's generator, so steps must not draw from it, too.
         step_generator = torch.Generator(target.device) if self.method.is_coupled else generator
         self.rand = partial(uniform, generator=step_generator, device=target.device)
         self.cuda_graph = (cuda_graph and target.device.type == "cuda"
                            and not hasattr(target, "_sequoia_offloaded"))      # its pass needs the host
-        self.probed_tokens = 0                  # how many of a prompt's tokens were scored again
-        # Kept for their graphs. A graph is valid for one capacity and key, so these tell steps apart, too.
+        self.probed_tokens = 0                  # how many of a prompt's tokens `probe` has checked
+        # Kept for their graphs. capacity and key are not used, but a graph is valid for one of each only.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, step_generator, static))
 
@@ -1028,7 +1027,7 @@ class Decoder:
     def steps_after(self, text, sampling, planner, max_length):
         """Yields the steps after a text, (length,), one by one. The caller must stop at max_length."""
         logits = self.target.prefill(text, PROBE_TOKENS)        # the first step, which needs no tree
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)    # may be written to
+        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)  # `probe` needs logits
         P = sampling.method.target_P(scores, self.rand)
         step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
         yield step
@@ -1046,7 +1045,8 @@ class Decoder:
             tree = self.choose_tree(planner, len(text), left, static)
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
-                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1))      # as in `forward`
+                # (Ids are clamped as in `forward`. `cpu` waits, or a GPU would add this to the step's time.)
+                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1)).cpu()
             capacity = self.target.reserve(len(text) + tree.size)
             self.draft.reserve(capacity)
             step = self.step_for(tree, static, capacity, sampling.key)(text, sampling)
@@ -1059,7 +1059,7 @@ class Decoder:
         tree = planner.next_tree(left, 4 if static else 1)
         if length - 1 + tree.depth > min(self.target.context, self.draft.context):
             return NO_TREE
-        # Levels behind the text's end are cut, as each adds at most one token. (To capture takes longer.)
+        # Levels behind the text's end are cut, but not if static, because to capture a cut tree takes longer.
         if tree.depth > left and not static:
             return Tree(tree[: tree.level_of.index(left)])
         return tree
@@ -1117,7 +1117,7 @@ def probe(target, text, logits):
     differences = (again.float().softmax(dim=1) - P).norm(dim=1) / P.norm(dim=1)
     # Not the largest, because rounding may send a token to another expert, but the last and the median.
     difference = torch.maximum(differences[-1], differences.median())
-    # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32 and in float64, whose angles may be float32's.
+    # Allowed: 18% in bfloat16, 6% in float16, 0.07% in float32, and in float64, as angles may be float32.
     if not difference < 2 * max(torch.finfo(logits.dtype).eps, 1.2e-7) ** 0.5:      # refuses NaN, too
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
                          f"distributions by {difference:.1%}, more than rounding explains")
@@ -1197,7 +1197,7 @@ def pack(model):
     # A TorchScript trace holds the operators that one run called, and runs them without Python. What Python
     # decided in that run is then final, so a trace must give the same outputs, also for other examples.
     module = nn.Module()
-    module.model = model            # makes the weights its own: packed ones cannot be constants
+    module.model = model            # or its weights would be constants, which packed ones cannot be
     module.forward = cached.forward
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
@@ -1320,7 +1320,7 @@ class ExplainingDecoder(Decoder):
             logits = resized(model.prefill(ids.clamp(max=model.vocabulary - 1)), self.target.vocabulary)
             shaped = sampling.processed(ids[None], logits, is_draft)[0].double()
             if sampling.method.choose is propose_likeliest:
-                # Greedy is the limit of low temperatures. But a draft as cold would have no second choice.
+                # Greedy is the limit of low temperatures. At a higher one the draft still has second choices.
                 shaped = shaped / (0.03 if is_draft else 1e-6)
             return shaped.clamp(min=shaped.max() - 700)         # as `step_plainly` asks of a draft
 
