@@ -623,7 +623,7 @@ def scaling(args, report):
     for temperature in args.temperatures:
         learner = Ours(pair.fast, temperature, (32, 8))
         learner.learn(prompts[1::2])                    # from every other prompt
-        rates = learner.planner.rates()
+        rates = learner.planner.acceptance.rates()
         for size in [2**i for i in range(3, 6 if args.quick else 10)]:
             shapes = sequences_within(size)
             k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))

@@ -115,7 +115,7 @@ def k_ary(k, depth):
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
 RULED_OUT = -torch.inf  # impossible: never proposed, never drawn
 TRIED = -3e38           # rejected: below all others, but finite, because a row of -inf alone has no softmax
-UNLIKELY = -1000        # the lowest that a draft may give. It is not -inf, as the target may want the token
+UNLIKELY = -1000        # the lowest that a draft may say. It is not -inf, as the target may want the token
 LOWERED_BY = 100        # subtracted, instead of -inf, where top-k, top-p or min-p cut a token from a draft
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
@@ -695,15 +695,15 @@ FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of 
 PRIOR = 0.6 / np.arange(1, 17) ** 0.8   # for a decent draft: how often the k-th child is accepted if tried
 PRIOR_TRIES = 3                         # the guess counts as so many tries
 TIMINGS = 4                             # a tree's time is the least of its last TIMINGS steps'
-WORTH_TRIALS = 96       # if steps done plus steps left are fewer, trials would not pay
+WORTH_TRIALS = 80       # if steps done plus steps left are fewer, trials would not pay
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, among all sizes up to the largest timed one.
 
     rates: (ranks,), falling. sizes: the timed ones, rising from 1. t: t(n) for these. c: of a draft pass.
 
-    Because rates fall, no node is likelier than its parent or its elder sibling. So the n likeliest nodes
-    always form a tree, the best one of n nodes, and F(T) is the sum of their chances. Each turn adds a
+    As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the n likeliest
+    nodes always form a tree, the best one of n nodes, and F(T) is the sum of their chances. Each turn adds a
     level's chances to a sorted list, whose running sums are F(T) for all n. Algorithm 1 builds the winner."""
     most = 0.0                                                  # tokens per second
     last_level = chances = np.ones(1)                           # of nodes, the likeliest first
@@ -1071,7 +1071,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
     inputs: the ids of one text, (1, length), or all that a tokenizer returns. stop_strings need tokenizer=,
     too. For the others see `Decoder`. Returns the whole text's ids, (1, longer), or `sequences` in a dict.
     Raises ValueError for anything that cannot be done, such as several texts, beams, or scores. transformers
-    also finds this function, as a folder's custom_generate/generate.py."""
+    also finds this function if the file is copied to a folder's custom_generate/generate.py."""
     return Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph).generate(
         inputs, generation_config, **kwargs)
 
