@@ -819,11 +819,12 @@ def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(pa
     planner = Planner("auto")
     first = planner.tree
     second = chain(7)
-    while planner.next_tree(76, cost) == first:
-        planner.learn(Step(first, [0] * 8, path, 0, 1.0))
-    assert planner.steps == begun
+    timed = Step(first, [0] * 8, path, 0, 1.0)
+    for _ in range(begun):
+        assert planner.next_tree(76, cost) == first
+        planner.learn(timed)
     planner.learn(Step(second, [0] * 8, [], 0, None))           # without a time it was no trial
-    assert planner.scheduled == second
+    assert planner.next_tree(76, cost) == second
 
 @quick
 def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_two_of_them():
