@@ -50,7 +50,7 @@ __all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "
            "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
            "step_plainly", "verify_one_node"]
 
-# No parent, child, rank or token. As an index it reads a last element, which is NONE where that happens.
+# No parent, child, rank or token. As an index it is the last element, so tensors that it indexes end in it.
 NONE = -1
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def never_ruled_out(log_Q):
 # and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
 #
 # Sequoia is robust because no token is tried twice: if the children include all tokens with P > 0, one of
-# them is always accepted (the cover property, Theorem 3.7). For a rejected token had R < D, so the next R is
-# 0 there. If only one of them is left, all of R is there, so its ratio is 1 / D, and it is accepted.
+# them is always accepted (the cover property, Theorem 3.7). Why? A rejected token had R < D, so the next R is
+# 0 there. Once only one of these tokens is left, R is 1 there, so its ratio is 1 / D, and it is accepted.
 # SpecInfer draws with replacement, so the same token may be drawn again, only to be rejected again.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
@@ -334,7 +334,7 @@ class Method(NamedTuple):
     """How children are proposed and verified: by Sequoia's functions above, or by those of section 10."""
     propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
     verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # as propose: the target's own token, which a child must match
+    choose: Callable | None = None      # called like propose; the target's token that a child must match
     is_coupled: bool = False            # gumbel alone: both models' scores get `shared_noise`
 
     def target_P(self, scores, rand):
@@ -938,7 +938,7 @@ class Decoder:
 
     draft        a model of the same vocabulary; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest once it is known, and until then one of 8 nodes and some trials
+                 fastest, which takes trials in texts of 80 steps or more; until then one of 8 nodes
     method       a name from METHODS; gumbel, which is like a logits processor, is never captured
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
