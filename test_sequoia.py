@@ -688,22 +688,23 @@ def test_captured_steps_equal_the_same_steps_called_again_on_a_gpu(name):
 @pytest.mark.parametrize("true", [[0.5, 0.2, 0.1], [0.2, 0.5, 0.1]])
 def test_acceptance_rates_approach_the_true_ones_but_are_made_to_fall(true):
     acceptance = AcceptanceRates()
-    for rank, rate in enumerate(true):
-        acceptance.tried[rank] = 1e6 * (1 - sum(true[:rank]))
-        acceptance.accepted[rank] = 1e6 * rate
+    acceptance.had[:3] = 1e6
+    acceptance.accepted[:3] = 1e6 * np.array(true)
     assert acceptance.rates()[:3] == pytest.approx(np.minimum.accumulate(true), abs=1e-4)
+    assert AcceptanceRates().rates() == pytest.approx(sequoia.PRIOR)
     bad = AcceptanceRates()
-    bad.tried[0] = 12                   # which lowers the guesses for later children, too
-    assert bad.rates()[:2] == pytest.approx([0.12, (1 - 0.12) * 0.12])
+    bad.had[0] = 12                     # which lowers the guesses for later children, too
+    assert bad.rates()[:2] == pytest.approx(2 * [1.5 / (12 + 1.5 / 0.6)])
 
 @quick
-def test_a_child_was_tried_if_it_was_not_missing_and_all_before_it_were_rejected():
+def test_rates_count_children_that_were_not_missing_and_the_accepted_ones_of_those():
     acceptance = AcceptanceRates()
     # The root's second child is accepted, and none of that node's; then its first is rejected, and alone.
     for tokens, path in ((7 * [5], [2]), ([5, 7, NONE, 9, 9, 9, 9], [])):
         acceptance.learn(Step(k_ary(2, 3), tokens, path, 0, 1.0))
-    assert acceptance.tried == collections.Counter({0: 3, 1: 2})
-    assert acceptance.accepted == collections.Counter({1: 1})
+    acceptance.learn(Step(sequences(20, 1), 21 * [5], [20], 0, 1.0))            # more than it counts
+    assert [*acceptance.had[:3]] == [4, 3, 1]
+    assert [*acceptance.accepted[:3]] == [0, 1, 0]
 
 # The paper's, of Llama-3-70B with the 8B as its draft; and a draft that is right less often below the root.
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
@@ -787,42 +788,78 @@ def test_planners_on_a_noisy_machine_mostly_come_near(name):
     paces = [pace(simulated(name, True, seed).tree, *machine) for seed in range(6)]
     assert np.mean(paces) > 0.82 * pace(simulated(name).tree, *machine)
 
-@quick
-@pytest.mark.parametrize("best, planned", [(chain(2), [12, 16, 35, 73, 149, 301]), (NO_TREE, [12, 51, 207])])
-def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_are_forgotten(best, planned):
-    """First 12 trials and 4 of one more size, then 3 where steps double, or quadruple if no tree pays."""
-    planner = Planner("auto")
-    first_trials = {*planner.trials}
+def all_steps(planner, count, seconds=lambda tree: 1.0, path=()):
+    """The trees of a planner's next steps, if all of them take such times and accept this path."""
     trees = []
+    for _ in range(count):
+        trees.append(planner.next_tree())
+        planner.learn(Step(trees[-1], [0] * trees[-1].size, [*path], 0, seconds(trees[-1])))
+    return trees
+
+@quick
+@pytest.mark.parametrize("best, planned", [(chain(6), [9, 21, 45, 93]), (NO_TREE, [9, 39])])
+def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_are_forgotten(best, planned):
+    """First 9 trials, then their 3 trees where steps have doubled, or quadrupled if no tree pays."""
+    planner = Planner("auto")
+    trials = planner.trials
     found = []
+    seen = []
 
     def plan(rates, sizes, t, c):
-        found.append(len(trees))
-        assert {len(planner.seconds[tree]) for tree in first_trials} == {sequoia.TIMINGS}
+        found.append(planner.steps)
+        assert {len(planner.seconds[tree]) for tree in trials} == {sequoia.TIMINGS}
         return best
 
+    def seconds(tree):
+        seen.append(tree)
+        return 1.0 if seen.count(tree) > 1 else 9.0
+
     with mock.patch.object(sequoia, "plan", plan):
-        for _ in range(400):
-            tree = planner.next_tree()
-            seconds = 1.0 if tree in trees else 9.0
-            trees.append(tree)
-            planner.learn(Step(tree, [0] * tree.size, [], 0, seconds))
-    assert found == planned
-    assert {*trees[found[-1] - 3 : found[-1]]} == first_trials
-    assert {max(planner.seconds[tree]) for tree in first_trials} == {1.0}
+        trees = all_steps(planner, 100, seconds)
+    assert found[: len(planned)] == planned
+    assert trees[:9] == [tree for tree in trials for _ in range(3)]
+    assert trees[found[-1] - 3 : found[-1]] == trials
+    assert {max(planner.seconds[tree]) for tree in trials} == {1.0}
+
+@quick
+def test_a_plan_whose_size_was_not_timed_is_timed_first_and_then_a_size_halfway_to_the_next_one():
+    """The promise of a time between two sizes may be wrong: in float32 on a CPU two nodes take as long as 8."""
+    for size, second in ((4, 6), (8, 16), (16, 32), (1024, 0)):
+        planner = Planner("auto")
+        if size > 8:
+            planner.seconds[sequoia.likeliest_tree(sequoia.PRIOR, size, 5)] += 3 * [1.0]
+        best = sequoia.likeliest_tree(sequoia.PRIOR, size, 5)
+        with mock.patch.object(sequoia, "plan", return_value=best):
+            trees = all_steps(planner, 40)
+        others = [tree.size for tree in trees[9:] if tree.size not in (1, 8, size)]
+        assert others[:3] == 3 * [second] or not (others or second)
+        assert [tree.size for tree in trees[9:12]] == 3 * [4] or size != 4
+
+@quick
+def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_plan_needs_more_steps():
+    """In each step, as rates are learned. A text of 24 steps is worth a look, one of 80 all trials."""
+    first = Planner("auto").tree
+    child = first.children[0][0]
+    both = [child, first.children[child][0]]
+    for path, slow, plan in (([], 1.8, "none"), (both, 1.5, "first"), (both, 9.0, "none")):
+        planner = Planner("auto")
+        trees = []
+        for _ in range(12):
+            trees.append(planner.next_tree(tokens_left=70 - len(trees)))
+            planner.learn(Step(trees[-1], 8 * [0], path[: trees[-1].depth - 1], 0, slow if trees[-1] == first else 1.0))
+        assert trees[:4] == 3 * [first] + [NO_TREE]
+        assert {*trees[4:]} == {NO_TREE if plan == "none" else first}
+    short = Planner("auto")
+    assert {short.next_tree(10) for _ in range(9) if not short.learn(Step(first, 8 * [0], [], 0, 1.0))} == {first}
 
 @quick
 def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     shaped, stays = Planner((8, 4)), Planner(LATE)
-    trees = []
-    for _ in range(100):
-        trees.append(shaped.next_tree())
-        assert stays.next_tree() == LATE
-        for planner in (shaped, stays):
-            planner.learn(Step(planner.tree, [0] * 8, [1], 0, 1.0))
-    assert trees[0] == optimal_tree(AcceptanceRates().rates(), 8, 4)
+    trees = all_steps(shaped, 100, path=[1])
+    assert {*all_steps(stays, 20)} == {LATE}
+    assert trees[0] == optimal_tree(sequoia.PRIOR, 8, 4)
     assert trees[0] != trees[16]
-    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {16, 32, 64}
+    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {8, 16, 32, 64}
 
 @quick
 @pytest.mark.parametrize("path, cost, begun", [([], 1, 4), ([1], 1, 42), ([], 4, 244)])
@@ -830,30 +867,42 @@ def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(pa
     """Until then the first tree is used, and timed. Tokens take fewer steps where children are accepted."""
     planner = Planner("auto")
     first = planner.tree
-    second = chain(7)
+    planner.seconds[NO_TREE] += [9.0]                           # as if at a text's end, and slow
     timed = Step(first, [0] * 8, path, 0, 1.0)
     for _ in range(begun):
         assert planner.next_tree(76, cost) == first
         planner.learn(timed)
-    planner.learn(Step(second, [0] * 8, [], 0, None))           # without a time it was no trial
-    assert planner.next_tree(76, cost) == second
+    planner.learn(Step(NO_TREE, [0], [], 0, None))              # without a time it was no trial
+    assert planner.next_tree(76, cost) == NO_TREE
+
+def test_fewer_nodes_take_no_more_time_and_a_draft_pass_none_below_zero():
+    planner = Planner("auto")
+    for tree, seconds in zip((*planner.trials, k_ary(2, 3), chain(1)), (2.0, 3.0, 1.0, 2.0, 9.0)):
+        planner.seconds[tree] += 3 * [seconds]
+    planner.seconds[chain(2)] += 2 * [0.1]                      # not timed often enough
+    sizes, t, c = planner.latency()
+    assert sizes == [1, 2, 7, 8]
+    assert [*t] == [1.0, 1.0, 1.0, 1.0]
+    assert c == 0.0
+
+falling = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6).map(
+    lambda rates: np.array(sorted(rates, reverse=True)))
 
 @quick
-def test_a_size_to_try_doubles_the_timed_ones_up_to_the_limit_or_lies_between_two_of_them():
-    assert sequoia.size_to_try(600, [1, 512]) == 1024
-    assert sequoia.size_to_try(1024, [1, 512, 1024]) is None
-    assert sequoia.size_to_try(12, [1, 12, 40]) == 26
-    assert sequoia.size_to_try(1, [1, 8]) is None
-
-def test_more_nodes_take_no_less_time_and_a_draft_pass_none_below_zero():
-    planner = Planner("auto")
-    planner.trials.append(k_ary(2, 3))
-    for tree, seconds in zip(planner.trials, (2.0, 1.0, 3.0, 2.0)):
-        planner.seconds[tree] += 4 * [seconds]
-    sizes, t, c = planner.latency()
-    assert sizes == [1, 7, 8]
-    assert [*t] == [3.0, 3.0, 3.0]
-    assert c == 0.0
+@given(falling, st.integers(1, 60), st.integers(1, 8))
+@example(np.array([0.5, 0.5]), 13, 5)
+@example(0.6 / np.arange(1, 17) ** 2, 256, 12)
+@example(np.array([1.0, 0.6, 0.6, 0.36]), 40, 6)
+def test_the_likeliest_nodes_are_algorithm_1s_tree_also_where_many_are_equally_likely(rates, size, depth):
+    try:
+        best = optimal_tree(rates, size, depth)
+    except ValueError:
+        with pytest.raises(ValueError, match=f"size={size} is too large"):
+            sequoia.likeliest_tree(rates, size, depth)
+    else:
+        tree = sequoia.likeliest_tree(rates, size, depth)
+        assert (tree.size, tree.depth <= depth) == (size, True)
+        assert expected_tokens(tree, rates) == pytest.approx(expected_tokens(best, rates), rel=1e-9)
 
 @pytest.fixture(scope="module")
 def llama():
@@ -1012,7 +1061,7 @@ def test_a_draft_of_other_tokens_is_a_warning_that_says_how_many_and_writes_the_
     model = transformers.AutoModelForCausalLM.from_pretrained(folders / "good")
     renamed = transformers.AutoTokenizer.from_pretrained(folders / "renamed")
     decoder = Decoder(model, model, (9, 4))
-    with pytest.warns(UserWarning, match=r"tokenizer differs in 2 tokens: 'a' is (\d+) for .* and (?!\1)\d+ for"):
+    with pytest.warns(UserWarning, match="tokenizer differs in 2 tokens, as in 'a'"):
         assert_as_generate(decoder, prompt_of(9), max_new_tokens=9, tokenizer=TOKENIZER, assistant_tokenizer=renamed)
     with pytest.warns(UserWarning, match="tokenizer differs in 2 tokens"):
         assert run_main(capfd, *USUAL, f"--target={folders / 'good'}", f"--draft={folders / 'renamed'}")[0] == 0
@@ -1075,7 +1124,6 @@ def test_a_text_ends_one_token_behind_the_context(name):
     for length in (20, context - 12, context):
         assert_as_generate(decoder, prompt_of(length), max_length=context + 1)
         with pytest.warns(UserWarning, match=f"ends early, .* the target's context of {context} tokens"):
-            decoder.on_step = None
             ended = decoder.generate(prompt_of(length), max_length=context + 20, do_sample=False)
         assert ended.equal(plain_text(target, prompt_of(length), max_length=context + 1))
     with pytest.raises(ValueError, match=f"a prompt of {context + 1} tokens, .* context is {context}"):
@@ -1107,8 +1155,8 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method):
     decoder = Decoder(sequoia.pack(target), sequoia.pack(draft), tree, method, seeded(0), steps.append)
     found = torch.zeros(81)
     for _ in range(400):
-        tokens = decoder.tokens_after(prompt, Sampling(METHODS[method], []), Planner(tree), 8)
-        a, b, c, d = itertools.islice(tokens, 4)
+        made = decoder.steps_after(prompt, Sampling(METHODS[method], []), Planner(tree), 8)
+        a, b, c, d = itertools.islice((token for step in made for token in step.tokens), 4)
         found[27 * a + 9 * b + 3 * c + d] += 1
     assert sum(len(step.path) for step in steps) > 200
     assert chi_square_tail(found, 400 * chances) > CHANCE
@@ -1172,7 +1220,7 @@ SCORES = ["output_attentions", "output_hidden_states", "output_logits", "output_
 REFUSED = {
     "it has an encoder": dict(model=transformers.T5ForConditionalGeneration(T5)),
     "MambaForCausalLM cannot verify a tree: it is recurrent": dict(assistant_model=small_model("Mamba")),
-    "GPTNeo.* its mask counts slots": dict(model=small_model("GPTNeo", attention_types=[[["global"], 2]])),
+    "GPTNeo.* masks in its own way": dict(model=small_model("GPTNeo", attention_types=[[["global"], 2]])),
     "Falcon.* its mask counts slots": dict(model=small_model("Falcon", alibi=True)),
     "'sdpa'": dict(model=small_model("Llama", attn_implementation="flex_attention")),
     r"in training mode: call its eval\(\)": dict(model=small_model("Llama").train()),
@@ -1185,14 +1233,14 @@ REFUSED = {
     "guidance_scale": dict(guidance_scale=0.5), "this position_ids": dict(position_ids=RISING // 2),
     # GPT-2 adds the embedding of token 0 where these are 0.
     "not supported: token_type_ids, which changes": dict(token_type_ids=torch.zeros_like(RISING)),
-    "inputs_embeds": dict(inputs=None, inputs_embeds=torch.rand(1, 12, 32)),
-    "a prompt without tokens": dict(inputs=RISING[:, :0]), "length.*got 'import os'": dict(inputs="import os"),
+    "as inputs_embeds": dict(inputs=None, inputs_embeds=torch.rand(1, 12, 32)),
+    "a prompt without ids": dict(inputs=RISING[:, :0]), "length.*got 'import os'": dict(inputs="import os"),
     r"length\), .*got \[\[5": dict(inputs=[[5]]), r"length\), .*got tensor\(\[2": dict(inputs=torch.tensor([2, 3])),
     "the draft is on meta, but the target on cpu": dict(assistant_model=make_pair("gpt2")[1].to("meta")),
     "SynthID": dict(watermarking_config=transformers.SynthIDTextWatermarkingConfig(keys=[5] * 9, ngram_len=5)),
-    "OpenAIGPT.* keeps no KV cache": dict(model=small_model("OpenAIGPT")),
+    "OpenAIGPT.* does not keep one KV entry": dict(model=small_model("OpenAIGPT")),
     "Reformer.*no ordinary KV cache": dict(model=small_model("Reformer", is_decoder=True, axial_pos_embds=False)),
-    "CpmAnt.* keeps no KV cache": dict(model=small_model("CpmAnt", prompt_types=32, dim_head=8, dim_ff=48)),
+    "CpmAnt.* does not keep one KV entry": dict(model=small_model("CpmAnt", prompt_types=32, dim_head=8, dim_ff=48)),
     "a cache of your own": dict(past_key_values=transformers.DynamicCache()),
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
 
@@ -1256,16 +1304,11 @@ def test_the_probe_refuses_a_model_that_masks_or_counts_in_its_own_way(name, kin
     first = plain_text(target, prompt_of(9), max_new_tokens=1)[0, -1]
     assert [step.token for step in steps] == [first]
 
-def test_a_target_whose_pass_over_a_tree_fails_is_refused_in_words(llama):
-    with mock.patch.object(CachedModel, "forward", side_effect=RuntimeError("sizes")):
-        with pytest.raises(ValueError, match=r"a tree: a pass over one fails, with RuntimeError\('sizes'\)"):
-            Decoder(*llama, (9, 4)).generate(prompt_of(9))
-
 def test_in_bfloat16_the_probe_passes_a_trained_model_and_leaves_nothing_behind():
     """Without a tree the text is then `generate`'s bit for bit."""
     target = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "target", dtype=torch.bfloat16)
-    for seed in range(20):
-        prompt = prompt_of(2 + seed, 4096, seed)
+    for seed in range(8):
+        prompt = prompt_of(2 + 3 * seed, 4096, seed)
         assert_as_generate(Decoder(target, tree="none"), prompt, max_new_tokens=8)
 
 LINEAR_BIASES = dict(d_model=64, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=256, initializer_range=0.15)
@@ -1505,7 +1548,7 @@ def test_tokens_are_cut_as_the_options_say_and_by_default_not_at_all(capfd):
     """A model's own default of 50 likeliest tokens must not come in."""
     with mock.patch.object(sequoia, "Sampling", side_effect=Sampling) as made:
         for cuts in (["--temperature=0.5", "--top-k=7", "--top-p=0.9"], []):
-            assert sequoia.main(["--explain", "--max-new-tokens=1", *cuts]) == 0
+            assert sequoia.main(["--tree=none", "--max-new-tokens=1", *cuts]) == 0
     (temperature, top_k, top_p), plain = [call.args[1] for call in made.call_args_list]
     assert temperature.temperature == 0.5
     assert (top_k.top_k, top_p.top_p) == (7, 0.9)
