@@ -408,7 +408,7 @@ def contenders_for(pair, temperature, args):
     for k, length in SPECINFER:
         shape = sequences(k, length)
         found["sequences", f"{k} of {length}"] = Ours(pair.fast, temperature, shape, "specinfer")
-    for method in ("topk", "gumbel", "sequoia") if temperature else ("sequoia",):    # greedy, all are alike
+    for method in ("topk", "sequoia") if temperature else ("sequoia",):    # greedy, all are alike
         found[method, args.tree] = Ours(pair.fast, temperature, args.tree, method)
     if args.synthetic:
         # The paper's, which adds 5.08 tokens per step greedy, 7B with 68M on C4.
@@ -512,8 +512,7 @@ def synthetic_speed(args, report):
 
 # --- 9  planner: promised and achieved (section 4.1; appendix, Figures 7 and 8) -----------------------------
 def planner(args, report):
-    """The planned tree and others, predicted and measured, and the price of a useless draft. All decode with
-    gumbel, so that all write the same texts: only the trees differ."""
+    """The planned tree and others, predicted and measured, and the price of a useless draft."""
     pair = pair_of(args)
     prompts = texts(args, 2 * args.count, 128)
     torch.manual_seed(0)
@@ -521,12 +520,12 @@ def planner(args, report):
     useless = sequoia.pack(useless.to(args.device).eval())
     rows = []
     for temperature in args.temperatures:
-        auto = Ours(pair.fast, temperature, "auto", "gumbel")
+        auto = Ours(pair.fast, temperature, "auto")
         rates, sizes, t, c = auto.learn(prompts[1::2])
         shapes = trees_around(sequoia.plan(rates, sizes, t, c), rates)
-        contenders = {name: Ours(pair.fast, temperature, tree, "gumbel") for name, tree in shapes.items()}
+        contenders = {name: Ours(pair.fast, temperature, tree) for name, tree in shapes.items()}
         contenders["goes on planning"] = auto
-        contenders["a useless draft"] = Ours([pair.fast[0], useless], temperature, "auto", "gumbel")
+        contenders["a useless draft"] = Ours([pair.fast[0], useless], temperature, "auto")
         runs = interleave(contenders, prompts[::2], args, named(temperature))
         for name in contenders:
             tokens = promised = None
@@ -540,8 +539,8 @@ def planner(args, report):
                          "x no tree": over(runs[name], runs["no tree"])})
         times = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in zip(sizes, t))
         report.say(f"{named(temperature)}, in ms: t(n), by n, {times}; a draft pass, c, {1e3 * c:.2f}.")
-    report.table(f"Predicted and achieved, {args.count} prompts, {args.new_tokens} new tokens each", """All
-        decode with gumbel. A plan promises what follows from rates and times of other prompts, so there is no
+    report.table(f"Predicted and achieved, {args.count} prompts, {args.new_tokens} new tokens each", """A
+        plan promises what follows from rates and times of other prompts, so there is no
         promise beyond the sizes timed then. Where intervals overlap, who leads is open. `any depth`: the tree
         of a size with the most tokens per step, however many draft passes it takes.""", rows)
 
@@ -586,7 +585,7 @@ def verification(args, report):
             row = {"temperature": f"{temperature:g}", "children": k}
             for name, mine in rates.items():
                 row[name] = estimate(lambda total: total / len(logits), mine[:, i])
-            for name in ("specinfer", "topk", "gumbel"):
+            for name in ("specinfer", "topk"):
                 row[f"{name} / sequoia"] = estimate(truediv, rates[name][:, i], rates["sequoia"][:, i])
             rows.append(row)
     report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
@@ -604,10 +603,6 @@ def rejection_rates(method, temperature, logits):
         p = sampling.processed(None, target, False)
         q = sampling.processed(None, draft, True)
         random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
-        if method is METHODS["gumbel"]:
-            noise = sequoia.gumbel_noise(random(*p.shape))
-            p += noise
-            q += noise
         tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
         for j, k in enumerate(CHILDREN):
             # SpecTr's ratios depend on how many children there are, so each k is verified by itself.

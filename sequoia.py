@@ -44,6 +44,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -503,6 +504,15 @@ class CachedModel:
         self.vocabulary = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
         self.store = torch.empty(0, 0, 0, 0)            # until the first text only its capacity counts
 
+    def agree(self, values):
+        """Rank 0's values, a tensor or a number, on all *ranks*, the processes of torchrun that share a model by
+        tensor parallelism. Each holds a part of every layer, so all must feed it the same tokens. But each has
+        a clock and random numbers of its own, and a draft, which may round in another way."""
+        if self.model.tp_size:
+            values = torch.as_tensor(values, device=self.model.device)
+            torch.distributed.broadcast(values, 0)
+        return values
+
     def reserve(self, length):
         """Makes room for a text of this length, and keeps what is there. Returns the capacity."""
         # Only if needed, because `pad` always copies, and a captured graph goes on with the old memory.
@@ -614,13 +624,14 @@ class TreeStep:
     """The step with one tree: draft, score, verify, keep. models: the target and the draft. static: whether
     `on_device` has fixed shapes and reads no value back, so that it can be captured as a CUDA graph."""
 
-    def __init__(self, tree, models, generator=None, static=False):
+    def __init__(self, tree, models, generator=None, static=False, memory=()):
         device = models[0].store.device
         self.layout = Layout(tree, device)
         self.models = models
         self.generator = generator
         self.rand = partial(uniform, generator=generator, device=device)
         self.static = static
+        self.memory = memory
         self.base = self.layout.nodes.new_zeros(1)
         self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # nodes, previous, unread, NONE
         self.graph = None
@@ -636,7 +647,7 @@ class TreeStep:
         else:
             self.result = self.on_device(text, sampling)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
-        seconds = time.perf_counter() - begun
+        seconds = float(self.models[0].agree(time.perf_counter() - begun))  # or ranks would plan other trees
         if self.static and not self.graph:
             seconds = None              # because only later calls are fast: this one was the warm-up
             self.capture(text, sampling)
@@ -655,15 +666,16 @@ class TreeStep:
         reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, reach)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
-        log_Q = text.new_zeros(layout.tree.size, target.vocabulary, dtype=torch.float32)   # leaves: unused
+        new = text.new_zeros if self.static else text.new_empty             # nobody reads the rows of leaves
+        log_Q = new(layout.tree.size, target.vocabulary, dtype=torch.float32)
         for parents, fed, proposed in layout.passes:
             logits = resized(draft.node_logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
-        # 2. The target scores it, in one pass.
-        logits = target.node_logits(tokens, layout.nodes, place)                        # (size, V)
+        # 2. The target scores it, in one pass. (Ranks agree on what they feed it, and in 4 on what they add.)
+        logits = target.node_logits(target.agree(tokens), layout.nodes, place)          # (size, V)
         # 3. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.tree.branching)
 
@@ -678,13 +690,14 @@ class TreeStep:
         node, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
+        result = target.agree(torch.cat([node, token, tokens[layout.nodes]]))
         # 5. The accepted nodes' entries move up behind the root. (Copies of previous fill free slots.)
         if layout.passes:
-            path = layout.paths[node][0]                                                # (depth,)
+            path = layout.paths[result[:1]][0]                                          # (depth,)
             for model in self.models:
                 entries = model.store.index_select(2, place.slots[path])
                 model.store.index_copy_(2, place.slots[: len(path)], entries)
-        return torch.cat([node, token, tokens[layout.nodes]])
+        return result
 
     def capture(self, text, sampling):
         try:
@@ -701,7 +714,9 @@ class TreeStep:
         if self.generator:
             graph.register_generator_state(self.generator)
         # The outer context restores device and stream, which a failed capture leaves changed.
-        with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), torch.cuda.graph(graph):
+        # ("thread_local", because otherwise what another thread allocates would break the capture.)
+        with torch.cuda.stream(torch.cuda.current_stream(self.base.device)), \
+                torch.cuda.graph(graph, *self.memory, capture_error_mode="thread_local"):
             return graph, work()
 
 # --- 9  The planner (paper 4.1) -----------------------------------------------------------------------------
@@ -711,9 +726,11 @@ class TreeStep:
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 MAX_NODES = 1024                        # of a tree that is planned, or given by its shape
 MAX_LEVELS = 24                         # of a tree from `plan`
-FIRST_SHAPE = 8, 4                      # nodes and levels of the first tree of "auto"
+FIRST_SHAPE = 8, 4                      # nodes (the root is one) and levels of the first tree of "auto"
+GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardly longer than one over 8
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                        # each guess counts as so many accepted children
+WORTH_A_TREE = 1.05                     # a shape's new tree must gain so much, as it may have to be captured
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
 WORTH_A_LOOK = 24       # if steps done plus steps left are fewer, not even a step without a tree would pay,
 WORTH_TRIALS = 80       # and if they are fewer than these, no other trials
@@ -788,15 +805,17 @@ class Planner:
         3. otherwise this tree for as many steps as so far (three times as many if it is no tree), because
            then a trial loses most), 1's trees once more, and 2 again"""
 
-    def __init__(self, shape):
+    def __init__(self, shape, first=FIRST_SHAPE):
         self.shape = shape
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
         self.trials = []
         if shape == "auto":
-            self.tree = likeliest_tree(PRIOR, *FIRST_SHAPE)
-            self.trials = [self.tree, NO_TREE, chain(self.tree.size - 1)]
+            self.tree = likeliest_tree(PRIOR, *first)
+            small = likeliest_tree(PRIOR, *FIRST_SHAPE)
+            # Often the first tree is the small one. A chain of 63 would take 63 draft passes.
+            self.trials = [*dict.fromkeys([self.tree, NO_TREE, small, chain(small.size - 1)])]
             self.due = [tree for tree in self.trials for _ in range(TIMINGS)]
         else:
             self.plan_again()
@@ -822,6 +841,12 @@ class Planner:
         elif self.shape == "auto" and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
             self.tree = max(self.trials[:2], key=self.pace)
 
+    def __str__(self):
+        rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
+        times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
+                          for tree, seconds in self.seconds.items())
+        return f"first, second, third child accepted {rates}; least ms of a step: {times or 'none timed'}"
+
     def pace(self, tree):
         return expected_tokens(tree, self.acceptance.rates()) / min(self.seconds[tree])
 
@@ -830,7 +855,9 @@ class Planner:
         if isinstance(self.shape, Tree):
             self.tree = self.shape
         elif self.shape != "auto":              # the best tree of a shape changes with the learned rates
-            self.tree = likeliest_tree(rates, *self.shape)
+            tree = likeliest_tree(rates, *self.shape)
+            if not self.steps or expected_tokens(tree, rates) > WORTH_A_TREE * expected_tokens(self.tree, rates):
+                self.tree = tree
         else:
             sizes, t, c = self.latency()
             self.tree = plan(rates, sizes, t, c)
@@ -846,8 +873,8 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
         least = {tree: min(seconds) for tree, seconds in self.seconds.items() if len(seconds) == TIMINGS}
-        # The tree and the chain are of one size, so t is the same, and only draft passes make a difference.
-        branched, _, straight = self.trials
+        # The small tree and the chain are of one size, so t is the same, and only draft passes make a difference.
+        branched, straight = [tree for tree in self.trials if tree.size == FIRST_SHAPE[0]]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         timed = ((tree.size, seconds - (tree.depth - 1) * c) for tree, seconds in least.items())
         t = dict(sorted(timed, reverse=True))           # from the largest size; of two times the smaller one
@@ -972,8 +999,9 @@ class Decoder:
         self.method = METHODS[method]
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
-        self.planners = defaultdict(partial(Planner, shape))    # one for each way of sampling
         self.target = CachedModel(checked(target))
+        first = GPU_SHAPE if target.device.type == "cuda" else FIRST_SHAPE
+        self.planners = defaultdict(partial(Planner, shape, first))     # one for each way of sampling
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         if self.draft.model.device != target.device:
             raise ValueError(f"the draft is on {draft.device}, but the target on {target.device}")
@@ -982,12 +1010,16 @@ class Decoder:
                           f"{self.target.vocabulary}: unless some are padding, tokenizers differ, which costs speed")
         models = self.target, self.draft
         self.rand = partial(uniform, generator=generator, device=target.device)
-        self.cuda_graph = (cuda_graph and target.device.type == "cuda"
-                           and not hasattr(target, "_sequoia_offloaded"))      # its pass needs the host
+        # A pass over several devices or ranks, or streamed from the host, needs the host.
+        on_host = (hasattr(target, "_sequoia_offloaded") or target.tp_size
+                   or len({*getattr(target, "hf_device_map", {}).values()}) > 1)
+        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not on_host
         self.is_probed = False                  # whether the target has shown that it can verify a tree
+        # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
+        memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
         # Kept for their graphs. capacity and key are not used, but a graph is valid for one of each only.
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
-                                      TreeStep(tree, models, generator, static))
+                                      TreeStep(tree, models, generator, static, memory))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, assistant_tokenizer=None,
                  stop_strings=None, stopping_criteria=(), **kwargs):
@@ -1015,6 +1047,8 @@ class Decoder:
         kwargs["custom_generate"] = partial(self, streamer=kwargs.get("streamer"))
         return model.generate(inputs, generation_config, stopping_criteria=criteria, **kwargs)
 
+    # cuDNN, which torch 2.11 prefers on an H200, takes 100 ms and more for each new number of nodes.
+    @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **arguments):
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
@@ -1024,8 +1058,8 @@ class Decoder:
         sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
         planner = self.planners[sampling.key]
         steps_before = planner.steps
-        ids = input_ids.long()
-        text = ids[0].to(model.device)
+        text = input_ids[0].to(model.device, torch.long)
+        ids = input_ids.long().cpu()        # because after every token a criterion's answer is waited for
         limit = stopping_criteria.max_length or np.inf
         steps = self.steps_after(text, sampling, planner, limit, given)
         for token in (token for step in steps for token in step.tokens):
@@ -1034,10 +1068,12 @@ class Decoder:
             ids = pad(ids, (0, 1), value=token)
             if streamer:
                 streamer.put(torch.tensor([token]))
-            if stopping_criteria(ids, None):    # after every token: accepted ones may go on behind the end
+            # After every token, because accepted ones may go on behind the end.
+            if self.target.agree(stopping_criteria(ids, None)):
                 break
         if streamer:
             streamer.end()
+        ids = ids.to(input_ids.device)
         self.report = Report(ids.shape[1] - input_ids.shape[1], 1 + planner.steps - steps_before,
                              time.perf_counter() - begun, planner.tree)
         if generation_config.return_dict_in_generate:
@@ -1055,7 +1091,8 @@ class Decoder:
                 raise ValueError(f"not supported: {', '.join(sorted(others))}, which changes the text")
         scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)  # `probe` needs logits
         P = sampling.method.target_P(scores, self.rand)
-        step = Step(NO_TREE, text[-1:].tolist(), [], draw(P, self.rand(1, 1)).item(), None)
+        token = self.target.agree(draw(P, self.rand(1, 1))).item()
+        step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
         self.on_step(step)
         yield step
         if not self.is_probed:                  # only now, because the first token need not wait
@@ -1075,7 +1112,8 @@ class Decoder:
             if step.tree == NO_TREE and tree != NO_TREE:
                 # (Ids are clamped as in `forward`. `cpu` waits, or a GPU would add this to the step's time.)
                 self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1)).cpu()
-            capacity = self.target.reserve(len(text) + tree.size)
+            # Also for the next tokens, because a graph is captured again where a cache has grown.
+            capacity = self.target.reserve(len(text) + min(left, 256) + tree.size)
             self.draft.reserve(capacity)
             run = self.step_for(tree, static, capacity, sampling.key)
             step = run(text, sampling)
@@ -1123,6 +1161,8 @@ def checked(model):
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
         "it is recurrent, or has attention that is neither full nor sliding": model._is_stateful or odd,
+        "its first weights are on a disk": model.device.type == "meta",
+        "ranks may share it by tensor parallelism alone": model.tp_size == 1,
         "it has no ordinary KV cache": not model._supports_default_dynamic_cache(),
         "it masks in its own way": config.model_type in ("bloom", "gpt_neo", "blt", "prophetnet"),
         "its mask counts slots": getattr(config, "alibi", False),
@@ -1226,7 +1266,7 @@ def pack(model):
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
     ValueError for an unfit model, and if packing changes the numbers by more than rounding."""
     cached = CachedModel(checked(model))
-    if model.device.type != "cpu" or hasattr(model, "_sequoia_pass"):
+    if model.device.type != "cpu" or model.tp_size or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
     cached.prefill(torch.arange(2))
@@ -1253,7 +1293,7 @@ def pack(model):
     for layer in model.modules():
         # Two models may share layers, and a packed weight cannot be packed again.
         if PACKS and type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 \
-                and not layer.weight.is_mkldnn:
+                and layer.weight.is_cpu and not layer.weight.is_mkldnn:         # not one on a disk
             pack_linear(layer)
     packed = outputs(cached.forward)
     if not are_close(packed, before):
@@ -1276,7 +1316,10 @@ def pack(model):
 def offload(model, device):
     """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
     is copied to be computed. Copying takes most of the time, so hundreds of nodes cost hardly any more."""
-    layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    if hasattr(model, "_sequoia_offloaded"):
+        return model
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    layers = lists[0] if lists else nn.ModuleList()         # without a list all of it goes to the device
     host = {}                # for each weight of these layers its data in host memory
     for weight in layers.parameters():
         if torch.cuda.is_available():
@@ -1341,10 +1384,10 @@ def parse(argv):
                          "0, and all tokens")
     return args
 
-def load(name, args):
+def load(name, args, **options):
     """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True)
+        name, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     lost = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if lost:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
@@ -1359,8 +1402,12 @@ def decode_prompt(args):
         encode = partial(tokenizer.apply_chat_template, [{"role": "user", "content": args.prompt}],
                          add_generation_prompt=True)
     inputs = encode(return_tensors="pt").to(args.device)
+    # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
+    are_ranks = torch.distributed.is_torchelastic_launched()
+    target = load(args.target, args, **{"distributed_config": {"tp_plan": "auto"}} if are_ranks else {})
+    if are_ranks and torch.distributed.get_rank():
+        sys.stdout = None               # only rank 0 prints; the others may still report an error
     draft = None if args.tree == NO_TREE else pack(load(args.draft, args).to(args.device))
-    target = load(args.target, args)
     target = offload(target, args.device) if args.offload else pack(target.to(args.device))
     if args.explain:
         return explain(target, draft, tokenizer, inputs["input_ids"][0], generator, args)
@@ -1369,7 +1416,8 @@ def decode_prompt(args):
         inputs, max_new_tokens=args.max_new_tokens, top_p=args.top_p, do_sample=args.temperature > 0,
         temperature=args.temperature, top_k=args.top_k, tokenizer=tokenizer,
         assistant_tokenizer=draft_tokenizer, streamer=transformers.TextStreamer(tokenizer))
-    print(f"\n{decoder.report}", file=sys.stderr)
+    if sys.stdout:
+        print(f"\n{decoder.report}", *decoder.planners.values(), sep="\n", file=sys.stderr)
 
 def explain(target, draft, tokenizer, text, generator, args):
     """Decodes after a text by `step_plainly`, without caches, and prints each step."""
