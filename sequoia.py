@@ -476,9 +476,8 @@ class Layout:
 
 def context_of(config):
     """The most tokens that a model can be fed."""
-    context = getattr(config, "max_position_embeddings", None) or 0
-    if context <= 0:                            # some say -1 where there is no limit
-        context = sys.maxsize
+    context = getattr(config, "max_position_embeddings", None) or -1
+    context = context % (sys.maxsize + 1)       # some say -1 where there is no limit
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in ("linear", "yarn", "longrope"):
@@ -779,8 +778,8 @@ class AcceptanceRates:
     """Counts how often a node had a first, second, ... child, and how often that was the accepted one."""
 
     def __init__(self):
-        self.had = np.zeros(len(PRIOR))
-        self.accepted = np.zeros(len(PRIOR))
+        self.accepted = PRIOR_WEIGHT * np.ones(len(PRIOR))
+        self.had = self.accepted / PRIOR
 
     def learn(self, step):
         for node in (0, *step.path):
@@ -790,7 +789,7 @@ class AcceptanceRates:
 
     def rates(self):
         """p_1, p_2, ..., which are made to fall, see `likeliest`."""
-        return np.minimum.accumulate((self.accepted + PRIOR_WEIGHT) / (self.had + PRIOR_WEIGHT / PRIOR))
+        return np.minimum.accumulate(self.accepted / self.had)
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
@@ -810,6 +809,7 @@ class Planner:
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
+        self.accepted = 0                       # nodes, in all steps
         self.trials = []
         if shape == "auto":
             self.tree = likeliest_tree(PRIOR, *first)
@@ -823,7 +823,7 @@ class Planner:
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
         # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
-        tokens_per_step = 1 + self.acceptance.accepted.sum() / max(1, self.steps)
+        tokens_per_step = 1 + self.accepted / max(1, self.steps)
         steps_in_all = self.steps + tokens_left / tokens_per_step
         worth = WORTH_A_LOOK if trial_cost == 1 and NO_TREE not in self.seconds else WORTH_TRIALS
         return self.tree if steps_in_all < trial_cost * worth else self.due[0]
@@ -831,6 +831,7 @@ class Planner:
     def learn(self, step):
         """Learns from a step which of the children were accepted, and how long it took."""
         self.steps += 1
+        self.accepted += len(step.path)
         self.acceptance.learn(step)
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
@@ -839,16 +840,14 @@ class Planner:
         if not self.due:
             self.plan_again()
         elif self.shape == "auto" and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
-            self.tree = max(self.trials[:2], key=self.pace)
+            rates = self.acceptance.rates()
+            self.tree = max(self.trials[:2], key=lambda tree: expected_tokens(tree, rates) / min(self.seconds[tree]))
 
     def __str__(self):
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
         times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
                           for tree, seconds in self.seconds.items())
         return f"first, second, third child accepted {rates}; least ms of a step: {times or 'none timed'}"
-
-    def pace(self, tree):
-        return expected_tokens(tree, self.acceptance.rates()) / min(self.seconds[tree])
 
     def plan_again(self):
         rates = self.acceptance.rates()
@@ -1285,9 +1284,9 @@ def pack(model):
         return [run(*inputs) for inputs in examples]
 
     def are_close(outputs, expected):
-        """Whether each is, up to rounding, which grows with depth; and one node may take another kernel than many."""
-        return all(torch.dist(*pair) < torch.finfo(model.dtype).eps ** 0.5 * pair[1].norm()
-                   for pair in zip(outputs, expected))
+        """Whether each one is, up to rounding, which grows with depth and differs between one node and many."""
+        return all(torch.dist(out, right) < torch.finfo(model.dtype).eps ** 0.5 * right.norm()
+                   for out, right in zip(outputs, expected))
 
     before = outputs(cached.forward)
     for layer in model.modules():
@@ -1316,10 +1315,8 @@ def pack(model):
 def offload(model, device):
     """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
     is copied to be computed. Copying takes most of the time, so hundreds of nodes cost hardly any more."""
-    if hasattr(model, "_sequoia_offloaded"):
-        return model
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    layers = lists[0] if lists else nn.ModuleList()         # without a list all of it goes to the device
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    layers = next(lists, nn.ModuleList())       # without a list of layers all of the model goes to the device
     host = {}                # for each weight of these layers its data in host memory
     for weight in layers.parameters():
         if torch.cuda.is_available():
