@@ -729,7 +729,7 @@ FIRST_SHAPE = 8, 4                      # nodes (the root is one) and levels of 
 GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardly longer than one over 8
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                        # each guess counts as so many accepted children
-WORTH_A_TREE = 1.05                     # a shape's new tree must gain so much, as it may have to be captured
+WORTH_A_GRAPH = 1.05                    # where steps are captured, another tree must be so many times as fast
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
 WORTH_A_LOOK = 24       # if steps done plus steps left are fewer, not even a step without a tree would pay,
 WORTH_TRIALS = 80       # and if they are fewer than these, no other trials
@@ -804,28 +804,30 @@ class Planner:
         3. otherwise this tree for as many steps as so far (three times as many if it is no tree), because
            then a trial loses most), 1's trees once more, and 2 again"""
 
-    def __init__(self, shape, first=FIRST_SHAPE):
+    def __init__(self, shape, first=FIRST_SHAPE, worth=1.0):
         self.shape = shape
+        self.worth = worth                      # how many times as fast another tree must be to be the plan
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
         self.accepted = 0                       # nodes, in all steps
         self.trials = []
+        if isinstance(shape, Tree):
+            self.tree = shape
+        else:
+            self.tree = likeliest_tree(PRIOR, *(first if shape == "auto" else shape))
         if shape == "auto":
-            self.tree = likeliest_tree(PRIOR, *first)
             small = likeliest_tree(PRIOR, *FIRST_SHAPE)
             # Often the first tree is the small one. A chain of 63 would take 63 draft passes.
             self.trials = [*dict.fromkeys([self.tree, NO_TREE, small, chain(small.size - 1)])]
-            self.due = [tree for tree in self.trials for _ in range(TIMINGS)]
-        else:
-            self.plan_again()
+        self.due = [tree for tree in self.trials or [self.tree] for _ in range(TIMINGS)]
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
         # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
         tokens_per_step = 1 + self.accepted / max(1, self.steps)
         steps_in_all = self.steps + tokens_left / tokens_per_step
-        worth = WORTH_A_LOOK if trial_cost == 1 and NO_TREE not in self.seconds else WORTH_TRIALS
+        worth = WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK
         return self.tree if steps_in_all < trial_cost * worth else self.due[0]
 
     def learn(self, step):
@@ -851,21 +853,26 @@ class Planner:
 
     def plan_again(self):
         rates = self.acceptance.rates()
-        if isinstance(self.shape, Tree):
-            self.tree = self.shape
-        elif self.shape != "auto":              # the best tree of a shape changes with the learned rates
-            tree = likeliest_tree(rates, *self.shape)
-            if not self.steps or expected_tokens(tree, rates) > WORTH_A_TREE * expected_tokens(self.tree, rates):
-                self.tree = tree
-        else:
+        if self.shape == "auto":
             sizes, t, c = self.latency()
-            self.tree = plan(rates, sizes, t, c)
-            n = self.tree.size
-            larger = min([size for size in sizes if size > n], default=3 * n)
-            for size in (n, min((n + larger) // 2, MAX_NODES)):
-                is_near = any(0.8 * timed <= size <= 1.25 * timed for timed in sizes)
-                if not is_near and n > 1:
-                    self.due = TIMINGS * [likeliest_tree(rates, size, self.tree.depth + (size > n))]
+            tree = plan(rates, sizes, t, c)
+        else:                                   # the best tree of a shape changes with the learned rates
+            sizes, t, c = [1], [1.0], 0.0
+            tree = self.shape if isinstance(self.shape, Tree) else likeliest_tree(rates, *self.shape)
+
+        def promised(tree, size):
+            """Tokens per second, if t(n) is that of a size."""
+            return expected_tokens(tree, rates) / (np.interp(size, sizes, t) + (tree.depth - 1) * c)
+
+        if promised(tree, tree.size) > self.worth * promised(self.tree, self.tree.size):
+            self.tree = tree
+        n = self.tree.size
+        larger = min([size for size in sizes if size > n], default=3 * n)
+        for size in (n, min((n + larger) // 2, MAX_NODES)) if self.trials and n > 1 else ():
+            if not any(0.8 * timed <= size <= 1.25 * timed for timed in sizes):
+                tree = likeliest_tree(rates, size, self.tree.depth + (size > n))
+                if promised(tree, n) > self.worth * promised(self.tree, n) or size == n:
+                    self.due = TIMINGS * [tree]
                     return
         self.due = (3 if self.tree == NO_TREE else 1) * max(self.steps, 8) * [self.tree] + self.trials
 
@@ -999,8 +1006,8 @@ class Decoder:
         self.generator = generator
         self.on_step = on_step or (lambda step: None)
         self.target = CachedModel(checked(target))
-        first = GPU_SHAPE if target.device.type == "cuda" else FIRST_SHAPE
-        self.planners = defaultdict(partial(Planner, shape, first))     # one for each way of sampling
+        on_gpu = (GPU_SHAPE, WORTH_A_GRAPH) if target.device.type == "cuda" else ()
+        self.planners = defaultdict(partial(Planner, shape, *on_gpu))   # one for each way of sampling
         self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
         if self.draft.model.device != target.device:
             raise ValueError(f"the draft is on {draft.device}, but the target on {target.device}")
@@ -1123,8 +1130,8 @@ class Decoder:
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial's tree takes as long as several steps.
-        tree = planner.next_tree(left, 4 if static else 1)
+        # To capture a trial's tree takes as long as many steps.
+        tree = planner.next_tree(left, 20 if static else 1)
         for model in (self.target, self.draft):
             if length - 1 + tree.depth > model.context:
                 if model is self.draft:
@@ -1392,13 +1399,15 @@ def load(name, args, **options):
 
 @torch.inference_mode()
 def decode_prompt(args):
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    tokenizer, draft_tokenizer = map(transformers.AutoTokenizer.from_pretrained, (args.target, args.draft))
+    # Tokens come first, because their errors should not have to wait for weights.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
+    if args.tree != NO_TREE:
+        warn_of_other_tokens(tokenizer, transformers.AutoTokenizer.from_pretrained(args.draft))
     encode = partial(tokenizer, args.prompt)
     if args.chat:
         encode = partial(tokenizer.apply_chat_template, [{"role": "user", "content": args.prompt}],
                          add_generation_prompt=True)
-    inputs = encode(return_tensors="pt").to(args.device)
+    inputs = encode(return_tensors="pt")
     # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
     are_ranks = torch.distributed.is_torchelastic_launched()
     target = load(args.target, args, **{"distributed_config": {"tp_plan": "auto"}} if are_ranks else {})
@@ -1406,13 +1415,14 @@ def decode_prompt(args):
         sys.stdout = None               # only rank 0 prints; the others may still report an error
     draft = None if args.tree == NO_TREE else pack(load(args.draft, args).to(args.device))
     target = offload(target, args.device) if args.offload else pack(target.to(args.device))
+    generator = torch.Generator(target.device).manual_seed(args.seed)
+    inputs = inputs.to(target.device)
     if args.explain:
         return explain(target, draft, tokenizer, inputs["input_ids"][0], generator, args)
     decoder = Decoder(target, draft, args.tree, args.method, generator)
     decoder.generate(
         inputs, max_new_tokens=args.max_new_tokens, top_p=args.top_p, do_sample=args.temperature > 0,
-        temperature=args.temperature, top_k=args.top_k, tokenizer=tokenizer,
-        assistant_tokenizer=draft_tokenizer, streamer=transformers.TextStreamer(tokenizer))
+        temperature=args.temperature, top_k=args.top_k, streamer=transformers.TextStreamer(tokenizer))
     if sys.stdout:
         print(f"\n{decoder.report}", *decoder.planners.values(), sep="\n", file=sys.stderr)
 
