@@ -148,10 +148,10 @@ def draw(weights, u):
     total = sums[:, -1:]
     return torch.where(total > 0, torch.searchsorted(sums, u * total, right=True), NONE)
 
-def never_ruled_out(log_Q):
-    """A draft's scores, (rows, V), from LOWEST to 0, which is the best token's. So once all others are rejected,
+def never_ruled_out(log_Q, lowest=LOWEST):
+    """Scores, (rows, V), from `lowest` to 0, the best token's. So once all of a draft's others are rejected,
     the tokens of probability 0 are equally likely (Algorithm 2, lines 12 to 15)."""
-    return (log_Q - log_Q.amax(dim=-1, keepdim=True)).clamp_(min=LOWEST)
+    return (log_Q - log_Q.amax(dim=-1, keepdim=True)).clamp_(min=lowest)
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
 # Must hold here and in 2, 5, 6 and 10: every token follows the target's distribution, for any draft and tree.
@@ -504,9 +504,9 @@ class CachedModel:
         self.store = torch.empty(0, 0, 0, 0)            # until the first text only its capacity counts
 
     def agree(self, values):
-        """Rank 0's values, a tensor or a number, on all *ranks*, the processes of torchrun that share a model by
-        tensor parallelism. Each holds a part of every layer, so all must feed it the same tokens. But each has
-        a clock and random numbers of its own, and a draft, which may round in another way."""
+        """Rank 0's values, a tensor or a number, on all *ranks*: the processes of torchrun that share a model
+        by tensor parallelism. Each holds a part of every layer, so all must feed it the same tokens. But each
+        has a clock, random numbers and a draft of its own."""
         if self.model.tp_size:
             values = torch.as_tensor(values, device=self.model.device)
             torch.distributed.broadcast(values, 0)
@@ -520,19 +520,19 @@ class CachedModel:
         return self.store.shape[2]
 
     def prefill(self, text, last=1, **arguments):
-        """Feeds a text, (length,), in an ordinary pass, as `generate` would with these arguments for the model.
+        """Feeds a text, (length,), in the pass that `generate` would make with these arguments for the model.
         Returns the logits of at most `last` tokens."""
         if self.model._supports_logits_to_keep():
             arguments["logits_to_keep"] = last
-        if "position_ids" in signature(self.model.forward).parameters:      # else it numbers the tokens itself
+        if "position_ids" in signature(self.model.forward).parameters:      # others count on their own
             arguments.setdefault("position_ids", torch.arange(len(text), device=text.device)[None])
         cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         inputs = self.model.prepare_inputs_for_generation(
             text[None], past_key_values=cache, use_cache=True, is_first_iteration=True, **arguments)
         output = self.model(**inputs, return_dict=True)
         if {layer.get_seq_length() for layer in cache.layers} != {len(text)}:
-            raise ValueError(f"{type(self.model).__name__} cannot verify a tree: it does not keep one KV entry for "
-                             f"each token in each layer")
+            raise ValueError(f"{type(self.model).__name__} cannot verify a tree: it does not keep one KV "
+                             f"entry for each token in each layer")
         entries = [states for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
         if not len(self.store):                         # the first text shows how large entries are
@@ -735,7 +735,7 @@ WORTH_A_LOOK = 24       # if steps done plus steps left are fewer, not even a st
 WORTH_TRIALS = 80       # and if they are fewer than these, no other trials
 
 def likeliest(rates, size):
-    """Yields for 1, 2, ... levels the chances of the `size` likeliest nodes, falling. rates: (ranks,), falling.
+    """Yields for 1, 2, ... levels the chances of the `size` likeliest nodes. rates: (ranks,), falling.
 
     As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the n likeliest
     nodes always form a tree, the best one of n nodes, and F(T) is the sum of their chances."""
@@ -746,13 +746,13 @@ def likeliest(rates, size):
         chances = np.sort(np.append(chances, last_level))[::-1][:size]
 
 def likeliest_tree(rates, size, depth):
-    """`optimal_tree` where rates fall, in milliseconds: the nodes that are as likely as `likeliest` ones."""
+    """`optimal_tree` where rates fall, in milliseconds: it has the nodes whose chances `likeliest` gives."""
     chances = next(islice(likeliest(rates, size), depth - 1, None))
     if len(chances) < size:
-        raise ValueError(f"size={size} is too large: {depth} levels with {len(rates)} children for a node have "
-                         f"{len(chances)} nodes at most")
+        raise ValueError(f"size={size} is too large: {depth} levels with {len(rates)} children for a node "
+                         f"have {len(chances)} nodes at most")
     ties = (chances == chances[-1]).sum()       # how many of the nodes as likely as the last one have a place
-    nodes = [(NONE, 1, 1.0)]                    # each one's parent, level and chance; it grows while it is read
+    nodes = [(NONE, 1, 1.0)]                    # parents, levels, chances; the list grows while it is read
     for node, (_, level, chance) in enumerate(nodes):
         for rate in rates if level < depth else ():
             child = chance * rate
@@ -843,7 +843,8 @@ class Planner:
             self.plan_again()
         elif self.shape == "auto" and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
             rates = self.acceptance.rates()
-            self.tree = max(self.trials[:2], key=lambda tree: expected_tokens(tree, rates) / min(self.seconds[tree]))
+            pace = lambda tree: expected_tokens(tree, rates) / min(self.seconds[tree])
+            self.tree = max(self.trials[:2], key=pace)
 
     def __str__(self):
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
@@ -879,7 +880,7 @@ class Planner:
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
         least = {tree: min(seconds) for tree, seconds in self.seconds.items() if len(seconds) == TIMINGS}
-        # The small tree and the chain are of one size, so t is the same, and only draft passes make a difference.
+        # The small tree and the chain are of one size, so only their draft passes make a difference.
         branched, straight = [tree for tree in self.trials if tree.size == FIRST_SHAPE[0]]
         c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
         timed = ((tree.size, seconds - (tree.depth - 1) * c) for tree, seconds in least.items())
@@ -1003,7 +1004,6 @@ class Decoder:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = METHODS[method]
-        self.generator = generator
         self.on_step = on_step or (lambda step: None)
         self.target = CachedModel(checked(target))
         on_gpu = (GPU_SHAPE, WORTH_A_GRAPH) if target.device.type == "cuda" else ()
@@ -1013,7 +1013,7 @@ class Decoder:
             raise ValueError(f"the draft is on {draft.device}, but the target on {target.device}")
         if self.draft.vocabulary != self.target.vocabulary:
             warnings.warn(f"the draft knows {self.draft.vocabulary} tokens, the target "
-                          f"{self.target.vocabulary}: unless some are padding, tokenizers differ, which costs speed")
+                          f"{self.target.vocabulary}: if these are not padding, guesses of them are lost")
         models = self.target, self.draft
         self.rand = partial(uniform, generator=generator, device=target.device)
         # A pass over several devices or ranks, or streamed from the host, needs the host.
@@ -1035,8 +1035,8 @@ class Decoder:
             inputs = None
         inputs = kwargs.pop("input_ids", inputs)
         if inputs is not None and not (torch.is_tensor(inputs) and inputs.ndim == 2):
-            raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), or all that a tokenizer "
-                             f"returns with return_tensors='pt'; got {inputs!r:.50}")
+            raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), or all that a "
+                             f"tokenizer returns with return_tensors='pt'; got {inputs!r:.50}")
         # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
         model = self.target.model
         configured = getattr(generation_config, "stop_strings", None) or model.generation_config.stop_strings
@@ -1091,7 +1091,7 @@ class Decoder:
         """Yields the steps after a text, (length,), one by one. The caller must stop at max_length. given:
         arguments for the model, which the prompt's pass takes as in `generate`."""
         logits = self.target.prefill(text, PROBE_TOKENS, **given)       # the first step, which needs no tree
-        # A pass over a tree takes no others than these two. So the others, as token types, may change nothing.
+        # A pass over a tree takes only these two. So others, as token types, may change nothing.
         if others := given.keys() - {"attention_mask", "position_ids"}:
             if not logits.equal(self.target.prefill(text, PROBE_TOKENS)):
                 raise ValueError(f"not supported: {', '.join(sorted(others))}, which changes the text")
@@ -1123,7 +1123,7 @@ class Decoder:
             self.draft.reserve(capacity)
             run = self.step_for(tree, static, capacity, sampling.key)
             step = run(text, sampling)
-            self.cuda_graph &= run.static == static     # after a capture that failed there is no other attempt
+            self.cuda_graph &= run.static == static     # one capture that fails is the last attempt
             planner.learn(step)
             self.on_step(step)
             yield step
@@ -1184,8 +1184,8 @@ def probe(target, text, logits):
     own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
     last tokens, here a, b, c. Feeds these again as a tree, which must give the same logits up to rounding:
 
-        a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so that
-          └─b───c        the last one stands in slots far from its positions."""
+        a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so
+          └─b───c        that the last one stands in slots far from its positions."""
     layout = Layout(sequences(4, PROBE_TOKENS - 1), text.device)
     tree = layout.tree
     base = max(0, len(text) - PROBE_TOKENS)
@@ -1201,13 +1201,13 @@ def probe(target, text, logits):
     entries.copy_(kept)                         # because those of another pass are rounded in another way
     coarse = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16
     rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, target.model.dtype))
-    # Scores far below the best say nothing. (Some models give such to ids that only pad the vocabulary.)
-    again, logits = ((each - each.amax(dim=1, keepdim=True)).clamp(min=-100) for each in (again, logits.float()))
+    # Scores far below the best say nothing. (Some models give such to ids that pad the vocabulary.)
+    again, logits = (never_ruled_out(each.float(), -100) for each in (again, logits))
     differences = (again - logits).norm(dim=1) / (logits - logits.mean(dim=1, keepdim=True)).norm(dim=1)
     # Not the largest one, because rounding may send a token to another expert.
     difference = torch.maximum(differences.median(), differences[-1] / 3)
-    # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32. Of
-    # 184 small models that are right the worst had 1.8, 0.7 and 0.0002%, of 14 that are not the best had 5.7%.
+    # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32.
+    # Of 184 small models that are right the worst had 1.8, 0.7 and 0.0002%, of 14 others the best had 5.7%.
     if not difference < 0.6 * rounding**0.5:                                        # refuses NaN, too
         raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
                          f"logits by {difference:.1%} of their spread, more than rounding explains")
@@ -1217,8 +1217,8 @@ def warn_of_other_tokens(tokenizer, assistant_tokenizer):
     ids, draft_ids = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
     other = {token for token, _ in ids.items() ^ draft_ids.items()}
     if other:
-        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}. The text is "
-                      f"the target's all the same, but may take longer")
+        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}. The text "
+                      f"is the target's all the same, but may take longer")
 
 def check_call(target, ids, config, processors, arguments):
     """Raises ValueError for a call that might not give the text of `generate`. Returns those of the arguments
@@ -1291,7 +1291,7 @@ def pack(model):
         return [run(*inputs) for inputs in examples]
 
     def are_close(outputs, expected):
-        """Whether each one is, up to rounding, which grows with depth and differs between one node and many."""
+        """Up to rounding, which grows with a model's depth, and differs between one node and many."""
         return all(torch.dist(out, right) < torch.finfo(model.dtype).eps ** 0.5 * right.norm()
                    for out, right in zip(outputs, expected))
 
@@ -1384,8 +1384,8 @@ def parse(argv):
     if str(TINY) in args.target + args.draft and not TINY.exists():
         raise ValueError("there is no bundled pair beside this copy: give --target and --draft")
     if args.explain and not (args.method == "sequoia" and args.temperature and args.top_p == 1 > args.top_k):
-        raise ValueError("--explain shows how Algorithm 2 samples: with --method sequoia, a --temperature above "
-                         "0, and all tokens")
+        raise ValueError("--explain shows how Algorithm 2 samples: with --method sequoia, a --temperature "
+                         "above 0, and all tokens")
     return args
 
 def load(name, args, **options):
