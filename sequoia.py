@@ -731,8 +731,9 @@ PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often 
 PRIOR_WEIGHT = 1.5                        # each guess counts as so many accepted children
 WORTH_A_GRAPH = 1.05                    # where steps are captured, another tree must be so many times as fast
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
-WORTH_A_LOOK = 24       # if steps done plus steps left are fewer, not even a step without a tree would pay,
-WORTH_TRIALS = 80       # and if they are fewer than these, no other trials
+WORTH_A_LOOK = 40       # if steps done plus steps left are fewer, not even a step without a tree would pay,
+WORTH_TRIALS = 80       # and if they are fewer than these, no other trials (twice as many without a tree)
+DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
 
 def likeliest(rates, size):
     """Yields for 1, 2, ... levels the chances of the `size` likeliest nodes. rates: (ranks,), falling.
@@ -827,8 +828,8 @@ class Planner:
         # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
         tokens_per_step = 1 + self.accepted / max(1, self.steps)
         steps_in_all = self.steps + tokens_left / tokens_per_step
-        worth = WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK
-        return self.tree if steps_in_all < trial_cost * worth else self.due[0]
+        worth = trial_cost * (WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK)
+        return self.tree if steps_in_all < worth * (1 + (self.tree == NO_TREE)) else self.due[0]
 
     def learn(self, step):
         """Learns from a step which of the children were accepted, and how long it took."""
@@ -843,8 +844,9 @@ class Planner:
             self.plan_again()
         elif self.shape == "auto" and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
             rates = self.acceptance.rates()
-            pace = lambda tree: expected_tokens(tree, rates) / min(self.seconds[tree])
-            self.tree = max(self.trials[:2], key=pace)
+            first = self.trials[0]
+            gained = expected_tokens(first, rates) * min(self.seconds[NO_TREE])
+            self.tree = NO_TREE if gained < DOUBT * min(self.seconds[first]) else first
 
     def __str__(self):
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
@@ -1186,14 +1188,15 @@ def probe(target, text, logits):
 
         a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so
           └─b───c        that the last one stands in slots far from its positions."""
-    layout = Layout(sequences(4, PROBE_TOKENS - 1), text.device)
+    layout = Layout(sequences(3, PROBE_TOKENS - 1), text.device)
     tree = layout.tree
-    base = max(0, len(text) - PROBE_TOKENS)
+    shortest = 2 * PROBE_TOKENS                 # fewer tokens would hide most faults, so then any others follow
+    base = max(len(text), shortest) - PROBE_TOKENS
     target.reserve(base + tree.size)
-    entries = target.store[:, :, base:]
+    entries = target.store[:, :, 0 if len(text) < shortest else base :]
     kept = entries.clone()
-    if len(text) < PROBE_TOKENS:                # so few would hide most faults, so any others follow
-        text = torch.cat([text, layout.nodes % target.vocabulary])[:PROBE_TOKENS]
+    if len(text) < shortest:
+        text = torch.cat([text, layout.nodes % target.vocabulary])[:shortest]
         logits = target.prefill(text, PROBE_TOKENS)
     is_other = ~tree.mask[-1].to(text.device)
     tokens = (text[base:][tree.level_of] + is_other) % target.vocabulary

@@ -844,7 +844,7 @@ def test_a_plan_whose_size_was_not_timed_is_timed_first_and_then_a_size_halfway_
 
 @quick
 def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_plan_needs_more_steps():
-    """In each step, as rates are learned. A text of 24 steps is worth a look, one of 80 all trials."""
+    """In each step, as rates are learned. A text of 40 steps is worth a look, one of 80 all trials."""
     first = Planner("auto").tree
     child = first.children[0][0]
     both = [child, first.children[child][0]]
@@ -852,7 +852,7 @@ def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_
         planner = Planner("auto")
         trees = []
         for _ in range(12):
-            trees.append(planner.next_tree(tokens_left=70 - len(trees)))
+            trees.append(planner.next_tree(tokens_left=130 if path else 70))
             accepted = path[: trees[-1].depth - 1]
             planner.learn(Step(trees[-1], 8 * [0], accepted, 0, slow if trees[-1] == first else 1.0))
         assert trees[:4] == 3 * [first] + [NO_TREE]
@@ -860,7 +860,7 @@ def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_
     short = Planner("auto")
     for _ in range(9):
         short.learn(Step(first, 8 * [0], [], 0, 1.0))
-        assert short.next_tree(10) == first
+        assert short.next_tree(26) == first
 
 @quick
 def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
@@ -1433,7 +1433,7 @@ def test_a_report_adds_up_and_steps_are_timed_without_what_feeds_the_prompt():
         model.register_forward_hook(lambda model, *_: passes.update([model]))
     decoder = Decoder(*pair)
     with mock.patch.object(sequoia.time, "perf_counter", lambda: passes[pair[0]] + 0.1 * passes[pair[1]]):
-        first, *others = steps = assert_as_generate(decoder, prompt_of(10), max_new_tokens=90)
+        first, *others = steps = assert_as_generate(decoder, prompt_of(12), max_new_tokens=90)
     assert first.seconds is None
     assert first.tree == NO_TREE
     assert all(step.seconds == pytest.approx(0.9 + 0.1 * step.tree.depth) for step in others)
