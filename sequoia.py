@@ -8,8 +8,9 @@ distribution that the target alone would have given it.
 
 A step with a tree T of n nodes on d levels adds F(T) tokens on average. It takes d - 1 draft passes of c
 seconds each, and t(n) seconds for everything else. Plain decoding adds one token in t(1) seconds, so the
-speed-up is F(T) t(1) / (t(n) + (d - 1) c). The method is "Sequoia: Scalable and Robust Speculative Decoding"
-(NeurIPS 2024, arXiv 2402.12374):
+speed-up is F(T) t(1) / (t(n) + (d - 1) c). F(T), and which tree is best, rest on an assumption: that the
+chance of a child depends on its rank (and level) alone, not on the text (Definition 3.1). Losslessness does
+not. The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
@@ -802,7 +803,7 @@ class Planner:
            step without a tree has been timed, the faster of it and the first tree is the plan until then
         2. `plan` chooses a tree. If no timed size is near its size, t(n) was a guess there, so this tree is
            timed, and 2 comes again. Then the same for a size halfway to the next larger one that was timed
-        3. otherwise this tree for as many steps as so far (three times as many if it is no tree), because
+        3. otherwise this tree for as many steps as so far (three times as many if it is no tree, because
            then a trial loses most), 1's trees once more, and 2 again"""
 
     def __init__(self, shape, first=FIRST_SHAPE, worth=1.0):
@@ -851,7 +852,7 @@ class Planner:
     def __str__(self):
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
         times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
-                          for tree, seconds in self.seconds.items())
+                          for tree, seconds in self.seconds.items() if tree in (*self.trials, self.tree))
         return f"first, second, third child accepted {rates}; least ms of a step: {times or 'none timed'}"
 
     def plan_again(self):
@@ -965,7 +966,7 @@ def tree_shape(tree):
         return Tree(tree)
     with suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
-        if 0 < nodes <= MAX_NODES:
+        if 0 < nodes <= MAX_NODES and levels > 0:
             return nodes, levels
     raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
                      f"up to {MAX_NODES} nodes; got {tree!r}")
@@ -985,9 +986,10 @@ class Report(NamedTuple):
 class Decoder:
     """Decodes one text after another, each by a call as `decoder.generate(inputs, max_new_tokens=100)`.
 
-    draft        a model of the same vocabulary; not needed if the tree is "none"
+    draft        a model of the same tokens; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest, which takes trials in texts of 80 steps or more; until then one of 8 nodes
+                 fastest, which begins with 8 nodes (on a GPU 64), soon tries a step without a tree, and
+                 other trees in texts of 80 steps or more (on a GPU, which captures each, 1600)
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
@@ -1360,10 +1362,10 @@ OPTIONS = {                 # by name: the default, the help text, and a number'
     "draft": (str(TINY / "draft"), "a small model with the same tokens"),
     "prompt": (PROMPT, "the text to continue"),
     "chat": (False, "put the prompt through the chat template, as a user's message"),
-    "max_new_tokens": (96, "how many tokens to add"),
+    "max_new_tokens": (96, "how many tokens to add", 1, 1e9),
     "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 1e9),
     "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
-    "top_k": (0, "keep this many likeliest tokens; 0 is all"),
+    "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 1e9),
     "seed": (7, "repeats a text with a fixed --tree; auto goes by timing", 0, 1e18),
     "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
     "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
@@ -1384,6 +1386,9 @@ def parse(argv):
         if limits and not limits[0] <= value <= limits[1]:
             raise ValueError(f"--{name.replace('_', '-')} must be {limits[0]} to {limits[1]}, not {value}")
     args.tree = tree_shape(args.tree)
+    Planner(args.tree)          # raises for a shape of too many nodes
+    if args.tree != NO_TREE and args.draft == OPTIONS["draft"][0] and args.target != OPTIONS["target"][0]:
+        raise ValueError("give the target's --draft, too, or --tree none")
     if str(TINY) in args.target + args.draft and not TINY.exists():
         raise ValueError("there is no bundled pair beside this copy: give --target and --draft")
     if args.explain and not (args.method == "sequoia" and args.temperature and args.top_p == 1 > args.top_k):
@@ -1411,6 +1416,8 @@ def decode_prompt(args):
         encode = partial(tokenizer.apply_chat_template, [{"role": "user", "content": args.prompt}],
                          add_generation_prompt=True)
     inputs = encode(return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ValueError("the prompt has no tokens")
     # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
     are_ranks = torch.distributed.is_torchelastic_launched()
     target = load(args.target, args, **{"distributed_config": {"tp_plan": "auto"}} if are_ranks else {})

@@ -1569,13 +1569,14 @@ def test_offloaded_output_is_the_same_also_after_a_pass_that_ctrl_c_broke_off(na
     assert all(".1." in name for name in away)
 
 # --- Ranks that share a target ------------------------------------------------------------------------------
-# What each of two ranks runs. They have other clocks and, as no seed is given, other random numbers; their
+# What each of two ranks runs. They have other clocks and other random numbers; their
 # drafts disagree, as if by rounding; and only rank 0 runs out of time.
 ON_A_RANK = """
 import itertools, json, os, random, sys, types, torch, transformers, sequoia
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 random.seed(rank)
+torch.manual_seed(rank)
 clock = itertools.accumulate(iter(random.random, None))
 sequoia.time = types.SimpleNamespace(perf_counter=lambda: next(clock))
 sequoia.WORTH_TRIALS = sequoia.WORTH_A_LOOK = 0
@@ -1702,7 +1703,9 @@ def test_chat_puts_the_prompt_through_the_template(folders, capfd):
 BAD_REQUESTS = {
     "--top-p=1.5": "--top-p", "--top-p=nan": "--top-p", "--top-p=0": "--top-p",
     "--temperature=inf": "--temperature", "--seed=-1": "--seed", "--seed=12345678901234567890123": "--seed",
-    "--max-new-tokens=0": "max_new_tokens", "--prompt=": "",
+    "--max-new-tokens=0": "--max-new-tokens", "--prompt=": "no tokens",
+    "--top-k=-4": "--top-k", "--tree=16x0": "tree must be .*16x0", "--tree=16x1": "too large",
+    "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
     "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--tree=100x2": "too large",
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
     "--method=magic": "sequoia, specinfer, spectr, naive, topk, got 'magic'",
@@ -1712,11 +1715,14 @@ BAD_REQUESTS = {
     "--draft=FOLDER/wider": "6 weights missing.* shapes"}
 
 @pytest.mark.parametrize("words", some_quick(BAD_REQUESTS, *[*BAD_REQUESTS][:7], "--draft=FOLDER/wider"))
-def test_a_bad_request_is_one_line_and_exit_code_2(folders, capfd, words):
+def test_a_bad_request_is_one_line_and_exit_code_2_and_most_are_found_before_weights_are_loaded(
+        folders, capfd, words):
     good = [f"--target={folders / 'good'}", f"--draft={folders / 'good'}", "--tree=3x2", "--max-new-tokens=4"]
     given = [word.replace("FOLDER", str(folders)) for word in re.split(" (?=--)", words)]
-    code, out, err = run_main(capfd, *good, *given)
+    with mock.patch.object(sequoia, "load", wraps=sequoia.load) as load:
+        code, out, err = run_main(capfd, *good, *given)
     assert (code, len(err.splitlines())) == (2, 1)
+    assert not load.called or re.match("--(dtype|method|device|(target|draft)=FOLDER)", words)
     assert re.match(f"sequoia.py: \\w+: .*{BAD_REQUESTS[words]}", err)
 
 def test_the_exit_code_is_2_for_what_the_parser_refuses_and_130_after_ctrl_c(capfd):
