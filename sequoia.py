@@ -1411,11 +1411,11 @@ def decode_prompt(args):
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
     if args.tree != NO_TREE:
         warn_of_other_tokens(tokenizer, transformers.AutoTokenizer.from_pretrained(args.draft))
-    encode = partial(tokenizer, args.prompt)
+    prompt = args.prompt
     if args.chat:
-        encode = partial(tokenizer.apply_chat_template, [{"role": "user", "content": args.prompt}],
-                         add_generation_prompt=True)
-    inputs = encode(return_tensors="pt")
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+                                               add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not args.chat)
     if not inputs["input_ids"].numel():
         raise ValueError("the prompt has no tokens")
     # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
