@@ -1173,6 +1173,8 @@ def checked(model):
         "it is recurrent, or has attention that is neither full nor sliding": model._is_stateful or odd,
         "its first weights are on a disk": model.device.type == "meta",
         "ranks may share it by tensor parallelism alone": model.tp_size == 1,
+        f"{model.tp_size} ranks cannot share its KV heads evenly":
+            getattr(config, "num_key_value_heads", 0) % (model.tp_size or 1),
         "it has no ordinary KV cache": not model._supports_default_dynamic_cache(),
         "it masks in its own way": config.model_type in ("bloom", "gpt_neo", "blt", "prophetnet"),
         "its mask counts slots": getattr(config, "alibi", False),
@@ -1198,7 +1200,8 @@ def probe(target, text, logits):
     entries = target.store[:, :, 0 if len(text) < shortest else base :]
     kept = entries.clone()
     if len(text) < shortest:
-        text = torch.cat([text, layout.nodes % target.vocabulary])[:shortest]
+        others = target.vocabulary // 2 + layout.nodes          # ids near 0 may have a meaning, as padding
+        text = torch.cat([text, others % target.vocabulary])[:shortest]
         logits = target.prefill(text, PROBE_TOKENS)
     is_other = ~tree.mask[-1].to(text.device)
     tokens = (text[base:][tree.level_of] + is_other) % target.vocabulary

@@ -1255,10 +1255,13 @@ REFUSED = {
     "the draft is on cuda:1, but the target on cpu": dict(assistant_model=elsewhere(make_pair("gpt2")[1])),
     "SynthID": dict(watermarking_config=transformers.SynthIDTextWatermarkingConfig(5, 9 * [5])),
     "OpenAIGPT.* does not keep one KV entry": dict(model=small_model("OpenAIGPT")),
+    "4 ranks cannot share its KV heads evenly": dict(model=small_model("Llama", num_key_value_heads=2)),
     "Reformer.*no ordinary KV": dict(model=small_model("Reformer", is_decoder=True, axial_pos_embds=False)),
     "CpmAnt.* does not keep": dict(model=small_model("CpmAnt", prompt_types=32, dim_head=8, dim_ff=48)),
     "a cache of your own": dict(past_key_values=transformers.DynamicCache()),
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
+
+REFUSED["4 ranks cannot share its KV heads evenly"]["model"]._tp_size = 4
 
 @quick
 @pytest.mark.parametrize("words", REFUSED)
@@ -1296,6 +1299,19 @@ class CountsOn(transformers.GPT2LMHeadModel):
         counted = position_ids[:, :1] + torch.arange(input_ids.shape[1])
         return super().forward(input_ids, attention_mask=attention_mask, position_ids=counted, **rest)
 
+class NumbersItself(transformers.GPT2LMHeadModel):
+    """Wants no positions in `generate`, where it numbers the tokens from 2 on."""
+    def prepare_inputs_for_generation(self, *given, **named):
+        inputs = super().prepare_inputs_for_generation(*given, **named)
+        inputs["position_ids"] = None
+        return inputs
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **rest):
+        if position_ids is None:
+            past = past_key_values.get_seq_length()
+            position_ids = torch.arange(past + 2, past + 2 + input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **rest)
+
 class SeesSiblings(transformers.LlamaForCausalLM):
     """Shows every token all that stand before it in the cache, so a node also sees its elder siblings. Nor
     can its forward leave out logits, as code from a hub often cannot."""
@@ -1308,17 +1324,19 @@ class SeesSiblings(transformers.LlamaForCausalLM):
 
 @quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name, kind", [("gpt2", CountsOn), ("llama", SeesSiblings)])
+@pytest.mark.parametrize("name, kind", [
+    ("gpt2", CountsOn), ("gpt2", NumbersItself), ("llama", SeesSiblings)])
 def test_the_probe_refuses_a_model_that_masks_or_counts_in_its_own_way(name, kind, dtype):
     """The caller already has the first token, which is right, but no other one."""
     target = make_pair(name)[0].to(dtype)
     target.__class__ = kind
-    steps = []
-    decoder = Decoder(target, tree="none", on_step=steps.append)
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot verify a tree: a pass"):
-        decoder.generate(prompt_of(9), do_sample=False, max_new_tokens=4)
-    first = plain_text(target, prompt_of(9), max_new_tokens=1)[0, -1]
-    assert [step.token for step in steps] == [first]
+    for length in (1, 9, 20):
+        steps = []
+        decoder = Decoder(target, tree="none", on_step=steps.append)
+        with pytest.raises(ValueError, match=f"{kind.__name__} cannot verify a tree: a pass"):
+            decoder.generate(prompt_of(length), do_sample=False, max_new_tokens=4)
+        first = plain_text(target, prompt_of(length), max_new_tokens=1)[0, -1]
+        assert [step.token for step in steps] == [first]
 
 def test_in_bfloat16_the_probe_passes_a_trained_model_and_leaves_nothing_behind():
     """Without a tree the text is then `generate`'s bit for bit."""
