@@ -1194,7 +1194,7 @@ def probe(target, text, logits):
           └─b───c        that the last one stands in slots far from its positions."""
     layout = Layout(sequences(3, PROBE_TOKENS - 1), text.device)
     tree = layout.tree
-    shortest = 2 * PROBE_TOKENS                 # fewer tokens would hide most faults, so then any others follow
+    shortest = 2 * PROBE_TOKENS                 # fewer tokens would hide faults, so then any others follow
     base = max(len(text), shortest) - PROBE_TOKENS
     target.reserve(base + tree.size)
     entries = target.store[:, :, 0 if len(text) < shortest else base :]
