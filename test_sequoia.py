@@ -1574,6 +1574,7 @@ def test_packing_that_changes_numbers_is_an_error_and_where_torch_cannot_pack_a_
 def test_offloaded_output_is_the_same_also_after_a_pass_that_ctrl_c_broke_off(name, device):
     expected = both_texts(*[model.to(device) for model in make_pair(name)])
     target, draft = [sequoia.offload(model.train(), device) for model in make_pair(name)]
+    assert sequoia.offload(draft, device) is draft              # a second time does no harm
     *_, last = next(module for module in target.modules() if isinstance(module, torch.nn.ModuleList))
     home = {name: weight.data_ptr() for name, weight in target.named_parameters()}
     assert not target.training
@@ -1585,6 +1586,20 @@ def test_offloaded_output_is_the_same_also_after_a_pass_that_ctrl_c_broke_off(na
     # At most the last layer's copy is left on the device.
     away = [name for name, weight in target.named_parameters() if weight.data_ptr() != home[name]]
     assert all(".1." in name for name in away)
+
+def test_a_target_with_a_layer_on_a_disk_writes_generates_text_and_pack_leaves_that_layer_alone(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers needs accelerate for device maps")
+    pair = make_pair("llama")
+    pair[0].save_pretrained(tmp_path / "target")
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], "cpu")
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    for dtype, tree in ((torch.float32, (9, 4)), (torch.bfloat16, "none")):
+        mapped = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "target", dtype=dtype, device_map=places, offload_folder=tmp_path)
+        assert_as_generate(Decoder(mapped, pair[1], tree), prompt_of(20), max_new_tokens=12)
+        with pytest.warns(UserWarning, match="cannot be traced"):
+            sequoia.pack(mapped)
+        assert_as_generate(Decoder(mapped, pair[1], tree), prompt_of(20), max_new_tokens=12)
 
 # --- Ranks that share a target ------------------------------------------------------------------------------
 # What each of two ranks runs. They have other clocks and other random numbers; their
