@@ -477,8 +477,9 @@ class Layout:
 
 def context_of(config):
     """The most tokens that a model can be fed."""
-    context = getattr(config, "max_position_embeddings", None) or -1
-    context = context % (sys.maxsize + 1)       # some say -1 where there is no limit
+    context = getattr(config, "max_position_embeddings", None) or 0
+    if context <= 0:                            # some say -1 where there is no limit
+        context = sys.maxsize
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in ("linear", "yarn", "longrope"):
@@ -729,7 +730,7 @@ MAX_LEVELS = 24                         # of a tree from `plan`
 FIRST_SHAPE = 8, 4                      # nodes (the root is one) and levels of the first tree of "auto"
 GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardly longer than one over 8
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
-PRIOR_WEIGHT = 1.5                        # each guess counts as so many accepted children
+PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
 WORTH_A_GRAPH = 1.05                    # where steps are captured, another tree must be so many times as fast
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
 WORTH_A_LOOK = 40       # if steps done plus steps left are fewer, not even a step without a tree would pay,
@@ -799,8 +800,9 @@ class Planner:
 
     tree: the plan. due: the trees of the next steps, in order; the next plan comes when they have been timed:
 
-        1. the first tree, no tree, and a chain of the first tree's size, each TIMINGS times. As soon as one
-           step without a tree has been timed, the faster of it and the first tree is the plan until then
+        1. the first tree, no tree, and a chain of FIRST_SHAPE's size (on a GPU also that shape's tree), each
+           TIMINGS times. Once a step without a tree has been timed, no tree is the plan where it is clearly
+           faster than the first tree
         2. `plan` chooses a tree. If no timed size is near its size, t(n) was a guess there, so this tree is
            timed, and 2 comes again. Then the same for a size halfway to the next larger one that was timed
         3. otherwise this tree for as many steps as so far (three times as many if it is no tree, because
@@ -1138,7 +1140,7 @@ class Decoder:
         tree = planner.next_tree(left, 20 if static else 1)
         for model in (self.target, self.draft):
             if length - 1 + tree.depth > model.context:
-                if model is self.draft:
+                if model is self.draft and tree != NO_TREE:
                     warnings.warn(f"the text goes on without a tree, because it fills the draft's context of "
                                   f"{model.context} tokens")
                 return NO_TREE
