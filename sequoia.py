@@ -36,8 +36,8 @@ import argparse, sys, time, warnings
 from collections import defaultdict, deque
 from contextlib import suppress
 from functools import lru_cache, partial
-from inspect import signature
-from itertools import islice, zip_longest
+from heapq import heappop, heappush
+from itertools import zip_longest
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -49,9 +49,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-__all__ = ["Decoder", "METHODS", "NONE", "NO_TREE", "Planner", "Step", "Tree", "chain", "expected_tokens",
-           "generate", "k_ary", "offload", "optimal_tree", "pack", "plan", "sample_and_verify", "sequences",
-           "step_plainly", "verify_one_node"]
+__all__ = """Decoder METHODS NONE NO_TREE Planner Step Tree chain expected_tokens generate k_ary offload
+             optimal_tree pack plan sample_and_verify sequences step_plainly verify_one_node""".split()
 
 # No parent, child, rank or token. As an index it is the last element, so tensors that it indexes end in it.
 NONE = -1
@@ -89,7 +88,7 @@ class Tree(tuple):
             self.paths.append([*self.paths[parent], node])
             self.children[parent].append(node)
         self.level_of = [len(path) - 1 for path in self.paths]
-        self.depth = self.level_of[-1] + 1
+        self.depth = len(self.paths[-1])
         self.branching = max(map(len, self.children))
 
     def picture(self, labels):
@@ -268,7 +267,7 @@ def optimal_tree(acceptance_rates, size, depth=None):
 
         value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m]"""
     rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
-    depth = size if depth is None else min(size, depth)
+    depth = min(size, depth or size)
     n = np.arange(size)[:, None]
     m = np.arange(1, size)
     no_child = np.full(size, -np.inf)                                                       # (n,)
@@ -385,14 +384,12 @@ class Sampling:
     def processed(self, ids, logits, is_draft):
         """logits, (rows, V), as scores that the processors have shaped. ids: see above."""
         scores = logits.float()
-        if is_draft:        # if it says NaN or infinity, the text goes on
-            scores = scores.nan_to_num(nan=-1000).clamp_(-1000, 1000)
         for processor in self.processors:
             shaped = processor(ids, scores).float()
             if is_draft and type(processor) in TRUNCATING:
                 shaped = torch.where(shaped > RULED_OUT, shaped, scores - LOWERED_BY)
             scores = shaped
-        return never_ruled_out(scores) if is_draft else scores
+        return never_ruled_out(scores.nan_to_num()) if is_draft else scores     # NaN must not end the text
 
 # --- 7  The tree in a model's cache -------------------------------------------------------------------------
 # Must hold: a node's logits depend on its path alone, and moved entries equal a fresh pass's.
@@ -422,13 +419,6 @@ class Sampling:
 # Between steps the slots before base hold the text. But *previous*, the token before the root, may have been
 # a leaf, and then the draft's cache lacks its entry, because the draft is not fed leaves, which propose
 # nothing. So each step's first draft pass feeds previous, too. (An entry that was there is written again.)
-
-class Place(NamedTuple):
-    """Where a tree stands in a cache. Passes read the first `reach` slots of it."""
-    slots: Tensor               # (size + 1,): of the nodes and of previous
-    positions: Tensor           # (size + 1,)
-    mask: Tensor                # (size + 1, reach): 0 where a node or previous sees a slot, -inf elsewhere
-    read_positions: Tensor      # (reach,): the positions of these slots, for windows
 
 class Layout:
     """Everything about a step that the tree alone decides, as tensors. `children` and `passes` index the
@@ -467,19 +457,20 @@ class Layout:
             self.passes.append((tensor(parents), tensor(parents if level else [self.previous, 0]), proposed))
 
     def place(self, base, reach):
-        """The tree's Place with its root in slot `base`, a number or (1,), if passes read `reach` slots."""
+        """Where the tree stands with its root in slot `base`, a number or (1,), if passes read the first
+        `reach` slots. Returns the slots and the positions of the nodes and of previous, (size + 1,) each;
+        their mask, (size + 1, reach), 0 where a slot is seen, -inf elsewhere; and, for windows, the positions
+        of the slots that are read, (reach,)."""
         slots, positions = base + self.offsets
         read = torch.arange(reach, device=slots.device)
         # The mask's column for each slot: 0 before base, 1 + i for node i, and the last one after the nodes.
         columns = (read - base + 1).clamp(0, self.tree.size + 1)
         read_positions = read.index_copy(0, slots[:-1], positions[:-1])     # elsewhere a slot is its position
-        return Place(slots, positions, self.mask[:, columns], read_positions)
+        return slots, positions, self.mask[:, columns], read_positions
 
 def context_of(config):
     """The most tokens that a model can be fed."""
-    context = getattr(config, "max_position_embeddings", None) or 0
-    if context <= 0:                            # some say -1 where there is no limit
-        context = sys.maxsize
+    context = max(0, getattr(config, "max_position_embeddings", None) or 0) or sys.maxsize  # -1 is no limit
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):       # one for all layers, or one for each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in ("linear", "yarn", "longrope"):
@@ -526,15 +517,13 @@ class CachedModel:
         Returns the logits of at most `last` tokens."""
         if self.model._supports_logits_to_keep():
             arguments["logits_to_keep"] = last
-        if "position_ids" in signature(self.model.forward).parameters:      # others count on their own
-            arguments.setdefault("position_ids", torch.arange(len(text), device=text.device)[None])
+        arguments.setdefault("position_ids", torch.arange(len(text), device=text.device)[None])
         cache = transformers.DynamicCache()             # made without a configuration it keeps all entries
         inputs = self.model.prepare_inputs_for_generation(
             text[None], past_key_values=cache, use_cache=True, is_first_iteration=True, **arguments)
         output = self.model(**inputs, return_dict=True)
         if {layer.get_seq_length() for layer in cache.layers} != {len(text)}:
-            raise ValueError(f"{type(self.model).__name__} cannot verify a tree: it does not keep one KV "
-                             f"entry for each token in each layer")
+            raise ValueError("it does not keep one KV entry for each token in each layer")
         entries = [states for layer in cache.layers for states in (layer.keys, layer.values)]
         capacity = self.reserve(len(text))
         if not len(self.store):                         # the first text shows how large entries are
@@ -637,16 +626,17 @@ class TreeStep:
         self.tokens = self.layout.nodes.new_full([tree.size + 3], NONE)     # nodes, previous, unread, NONE
         self.graph = None
 
-    def __call__(self, text, sampling):
-        """One step after two or more tokens. The target's cache lacks the last one, the draft's up to two."""
+    def __call__(self, text, sampling, logits=None):
+        """One step after a text. The target's cache lacks its last token, the draft's up to two. logits: what
+        the target says after the text, (1, V), if that is known (for a step without a tree)."""
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[0] = text[-1]
-        self.tokens[self.layout.previous] = text[-2]
+        self.tokens[self.layout.previous] = text[-2:][0]
         if self.graph:
             self.graph.replay()
         else:
-            self.result = self.on_device(text, sampling)
+            self.result = self.on_device(text, sampling, logits)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         seconds = float(self.models[0].agree(time.perf_counter() - begun))  # or ranks would plan other trees
         if self.static and not self.graph:
@@ -654,7 +644,7 @@ class TreeStep:
             self.capture(text, sampling)
         return Step(self.layout.tree, node_tokens, self.layout.tree.paths[node][1:], token, seconds)
 
-    def on_device(self, text, sampling):
+    def on_device(self, text, sampling, logits=None):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,). A static
         step may not use the text's values or length, because a graph goes on with those of its capture."""
         target, draft = self.models
@@ -670,13 +660,14 @@ class TreeStep:
         new = text.new_zeros if self.static else text.new_empty             # nobody reads the rows of leaves
         log_Q = new(layout.tree.size, target.vocabulary, dtype=torch.float32)
         for parents, fed, proposed in layout.passes:
-            logits = resized(draft.node_logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
-            scores = scores_of(logits, is_draft=True, nodes=parents)
+            said = resized(draft.node_logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
+            scores = scores_of(said, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         # 2. The target scores it, in one pass. (Ranks agree on what they feed it, and in 4 on what they add.)
-        logits = target.node_logits(target.agree(tokens), layout.nodes, place)          # (size, V)
+        if logits is None:
+            logits = target.node_logits(target.agree(tokens), layout.nodes, place)      # (size, V)
         # 3. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.tree.branching)
 
@@ -695,9 +686,10 @@ class TreeStep:
         # 5. The accepted nodes' entries move up behind the root. (Copies of previous fill free slots.)
         if layout.passes:
             path = layout.paths[result[:1]][0]                                          # (depth,)
+            slots, *_ = place
             for model in self.models:
-                entries = model.store.index_select(2, place.slots[path])
-                model.store.index_copy_(2, place.slots[: len(path)], entries)
+                entries = model.store.index_select(2, slots[path])
+                model.store.index_copy_(2, slots[: len(path)], entries)
         return result
 
     def capture(self, text, sampling):
@@ -731,50 +723,45 @@ FIRST_SHAPE = 8, 4                      # nodes (the root is one) and levels of 
 GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardly longer than one over 8
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
-WORTH_A_GRAPH = 1.05                    # where steps are captured, another tree must be so many times as fast
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
-WORTH_A_LOOK = 40       # if steps done plus steps left are fewer, not even a step without a tree would pay,
-WORTH_TRIALS = 80       # and if they are fewer than these, no other trials (twice as many without a tree)
+WORTH_A_LOOK = 30       # if steps done plus steps left are fewer, not even a step without a tree would pay,
+WORTH_TRIALS = 100      # and if they are fewer than these, no other trials
 DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
 
-def likeliest(rates, size):
-    """Yields for 1, 2, ... levels the chances of the `size` likeliest nodes. rates: (ranks,), falling.
-
-    As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the n likeliest
-    nodes always form a tree, the best one of n nodes, and F(T) is the sum of their chances."""
-    last_level = chances = np.ones(1)
-    while True:
-        yield chances
-        last_level = np.sort(np.outer(last_level, rates), axis=None)[::-1][:size]
-        chances = np.sort(np.append(chances, last_level))[::-1][:size]
-
 def likeliest_tree(rates, size, depth):
-    """`optimal_tree` where rates fall, in milliseconds: it has the nodes whose chances `likeliest` gives."""
-    chances = next(islice(likeliest(rates, size), depth - 1, None))
-    if len(chances) < size:
-        raise ValueError(f"size={size} is too large: {depth} levels with {len(rates)} children for a node "
-                         f"have {len(chances)} nodes at most")
-    ties = (chances == chances[-1]).sum()       # how many of the nodes as likely as the last one have a place
-    nodes = [(NONE, 1, 1.0)]                    # parents, levels, chances; the list grows while it is read
-    for node, (_, level, chance) in enumerate(nodes):
-        for rate in rates if level < depth else ():
-            child = chance * rate
-            ties -= child == chances[-1]
-            if child > chances[-1] or child == chances[-1] and ties >= 0:
-                nodes.append((node, level + 1, child))
-    return Tree(parent for parent, _, _ in nodes)
+    """`optimal_tree` where rates fall, in milliseconds, or a smaller one if no tree is that large. rates:
+    (ranks,), falling.
+
+    As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the likeliest
+    nodes always form a tree, and as F(T) is the sum of chances, it is the best one of that size."""
+    paths = []                                      # from the root, as ranks; each is a node
+    waiting = [(-1.0, ())]                          # the children of these nodes; `heappop` takes the least
+    while waiting and len(paths) < size:
+        chance, path = heappop(waiting)
+        paths.append(path)
+        if len(path) < depth - 1:
+            for rank, rate in enumerate(rates):
+                heappush(waiting, (chance * rate, (*path, rank)))
+    number = {path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
+    return Tree(number[path[:-1]] if path else NONE for path in number)
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, of up to the largest size, or none.
 
     rates: (ranks,), falling. sizes: rising from 1. t: t(n) for these, in seconds. c: of a draft pass."""
-    most = 0.0                                                  # tokens per second
-    for depth, chances in enumerate(islice(likeliest(rates, sizes[-1]), MAX_LEVELS), start=1):
+    def likeliest(chances):
+        return np.sort(chances, axis=None)[::-1][: sizes[-1]]                           # (nodes,)
+
+    most = 0.0                                      # tokens per second
+    last_level = chances = np.ones(1)               # of the likeliest nodes
+    for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
         if tokens_per_second.max() > most:
             most = tokens_per_second.max()
             best = n[tokens_per_second.argmax()], depth
+        last_level = likeliest(np.outer(last_level, rates))
+        chances = likeliest(np.append(chances, last_level))
     return likeliest_tree(rates, *best)
 
 class AcceptanceRates:
@@ -798,100 +785,90 @@ class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
     shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest.
 
-    tree: the plan. due: the trees of the next steps, in order; the next plan comes when they have been timed:
+    tree: the plan. due: the trees of the next steps, in order; when they have been timed, a plan is made:
 
-        1. the first tree, no tree, and a chain of FIRST_SHAPE's size (on a GPU also that shape's tree), each
-           TIMINGS times. Once a step without a tree has been timed, no tree is the plan where it is clearly
-           faster than the first tree
-        2. `plan` chooses a tree. If no timed size is near its size, t(n) was a guess there, so this tree is
-           timed, and 2 comes again. Then the same for a size halfway to the next larger one that was timed
-        3. otherwise this tree for as many steps as so far (three times as many if it is no tree, because
-           then a trial loses most), 1's trees once more, and 2 again"""
+        1. at first due are the first tree, no tree, and sequences of the first tree's size, each TIMINGS
+           times. Once a step without a tree has been timed, no tree is the plan where it is clearly faster
+        2. `plan` chooses a tree. Near its size t(n) may be a guess, so a tree halfway to the next larger
+           timed size is due TIMINGS times, unless a size near that one was timed. Then 2 comes again
+        3. otherwise the plan is due for as many steps as so far, 1's trees once more, and 2 again"""
 
-    def __init__(self, shape, first=FIRST_SHAPE, worth=1.0):
+    def __init__(self, shape, on_gpu=False):
         self.shape = shape
-        self.worth = worth                      # how many times as fast another tree must be to be the plan
+        # How many times as fast another tree must be to be the plan: on a GPU it is worth a capture.
+        self.worth = 1.05 if on_gpu else 1.0
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
-        self.accepted = 0                       # nodes, in all steps
+        self.tree = shape
         self.trials = []
-        if isinstance(shape, Tree):
-            self.tree = shape
-        else:
-            self.tree = likeliest_tree(PRIOR, *(first if shape == "auto" else shape))
+        if not isinstance(shape, Tree):
+            first = GPU_SHAPE if on_gpu else FIRST_SHAPE
+            self.tree = optimal_tree(PRIOR, *(first if shape == "auto" else shape))
         if shape == "auto":
-            small = likeliest_tree(PRIOR, *FIRST_SHAPE)
-            # Often the first tree is the small one. A chain of 63 would take 63 draft passes.
-            self.trials = [*dict.fromkeys([self.tree, NO_TREE, small, chain(small.size - 1)])]
+            k = 1 + self.tree.size // 32        # because a chain of 63 would take 63 draft passes
+            self.trials = [self.tree, NO_TREE, sequences(k, (self.tree.size - 1) // k)]
         self.due = [tree for tree in self.trials or [self.tree] for _ in range(TIMINGS)]
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
-        # Trials lose time, which later steps must gain back. A good draft leaves fewer steps for that.
-        tokens_per_step = 1 + self.accepted / max(1, self.steps)
-        steps_in_all = self.steps + tokens_left / tokens_per_step
-        worth = trial_cost * (WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK)
-        return self.tree if steps_in_all < worth * (1 + (self.tree == NO_TREE)) else self.due[0]
+        # Trials lose time, which later steps must gain back. A step adds about two tokens.
+        worth = WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK
+        return self.tree if self.steps + tokens_left / 2 < trial_cost * worth else self.due[0]
 
     def learn(self, step):
         """Learns from a step which of the children were accepted, and how long it took."""
         self.steps += 1
-        self.accepted += len(step.path)
         self.acceptance.learn(step)
         if step.seconds:
             self.seconds[step.tree].append(step.seconds)
             if step.tree == self.due[0]:
                 del self.due[0]
+        rates = self.acceptance.rates()
         if not self.due:
-            self.plan_again()
-        elif self.shape == "auto" and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
-            rates = self.acceptance.rates()
+            self.plan_again(rates)
+        elif self.trials and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
             first = self.trials[0]
             gained = expected_tokens(first, rates) * min(self.seconds[NO_TREE])
             self.tree = NO_TREE if gained < DOUBT * min(self.seconds[first]) else first
 
     def __str__(self):
-        rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance.rates()[:3])
         times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
                           for tree, seconds in self.seconds.items() if tree in (*self.trials, self.tree))
-        return f"first, second, third child accepted {rates}; least ms of a step: {times or 'none timed'}"
+        return (f"first, second, third child accepted {self.acceptance.rates()[:3].round(2)}; "
+                f"least ms of a step: {times or 'none timed'}")
 
-    def plan_again(self):
-        rates = self.acceptance.rates()
-        if self.shape == "auto":
-            sizes, t, c = self.latency()
-            tree = plan(rates, sizes, t, c)
-        else:                                   # the best tree of a shape changes with the learned rates
-            sizes, t, c = [1], [1.0], 0.0
-            tree = self.shape if isinstance(self.shape, Tree) else likeliest_tree(rates, *self.shape)
+    def plan_again(self, rates):
+        # A shape goes by tokens alone.
+        sizes, t, c = self.latency() if self.trials else ([1], [1.0], 0.0)
 
-        def promised(tree, size):
-            """Tokens per second, if t(n) is that of a size."""
-            return expected_tokens(tree, rates) / (np.interp(size, sizes, t) + (tree.depth - 1) * c)
+        def tokens_per_second(tree):
+            return expected_tokens(tree, rates) / (np.interp(tree.size, sizes, t) + (tree.depth - 1) * c)
 
-        if promised(tree, tree.size) > self.worth * promised(self.tree, self.tree.size):
+        tree = self.shape
+        if self.trials:
+            # Half as many nodes again as the largest timed size may take no longer: that will be timed.
+            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], c)
+        elif not isinstance(tree, Tree):
+            tree = likeliest_tree(rates, *tree)
+        if tokens_per_second(tree) > self.worth * tokens_per_second(self.tree):
             self.tree = tree
-        n = self.tree.size
-        larger = min([size for size in sizes if size > n], default=3 * n)
-        for size in (n, min((n + larger) // 2, MAX_NODES)) if self.trials and n > 1 else ():
-            if not any(0.8 * timed <= size <= 1.25 * timed for timed in sizes):
-                tree = likeliest_tree(rates, size, self.tree.depth + (size > n))
-                if promised(tree, n) > self.worth * promised(self.tree, n) or size == n:
-                    self.due = TIMINGS * [tree]
-                    return
-        self.due = (3 if self.tree == NO_TREE else 1) * max(self.steps, 8) * [self.tree] + self.trials
+        if not self.trials or any(0.8 * size <= self.tree.size <= 1.25 * size for size in sizes):
+            self.due = max(self.steps, 8) * [self.tree] + self.trials
+        else:
+            self.due = TIMINGS * [self.tree]
 
     def latency(self):
         """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
         least = {tree: min(seconds) for tree, seconds in self.seconds.items() if len(seconds) == TIMINGS}
-        # The small tree and the chain are of one size, so only their draft passes make a difference.
-        branched, straight = [tree for tree in self.trials if tree.size == FIRST_SHAPE[0]]
-        c = max(0.0, (least[straight] - least[branched]) / (straight.depth - branched.depth))
-        timed = ((tree.size, seconds - (tree.depth - 1) * c) for tree, seconds in least.items())
-        t = dict(sorted(timed, reverse=True))           # from the largest size; of two times the smaller one
+        # The first tree and the sequences are of one size, so only draft passes make a difference.
+        first, _, straight = self.trials
+        c = max(0.0, (least[straight] - least[first]) / (straight.depth - first.depth))
+        sizes = sorted({tree.size for tree in least})
         # Fewer nodes take no more time, so where they do it is noise.
-        return [*t][::-1], np.minimum.accumulate([*t.values()])[::-1], c
+        t = [min(seconds - (tree.depth - 1) * c for tree, seconds in least.items() if tree.size >= size)
+             for size in sizes]
+        return sizes, t, c
 
 # --- 10  Other methods --------------------------------------------------------------------------------------
 def propose_independent(log_Q, k, rand):
@@ -1011,22 +988,21 @@ class Decoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = METHODS[method]
         self.on_step = on_step or (lambda step: None)
-        self.target = CachedModel(checked(target))
-        on_gpu = (GPU_SHAPE, WORTH_A_GRAPH) if target.device.type == "cuda" else ()
-        self.planners = defaultdict(partial(Planner, shape, *on_gpu))   # one for each way of sampling
-        self.draft = CachedModel(checked(draft or target))      # because without a tree nothing is drafted
-        if self.draft.model.device != target.device:
+        self.target = checked(target)
+        draft = draft or target                 # because without a tree nothing is drafted
+        if getattr(draft, "device", target.device) != target.device:
             raise ValueError(f"the draft is on {draft.device}, but the target on {target.device}")
-        if self.draft.vocabulary != self.target.vocabulary:
-            warnings.warn(f"the draft knows {self.draft.vocabulary} tokens, the target "
-                          f"{self.target.vocabulary}: if these are not padding, guesses of them are lost")
+        self.draft = checked(draft)
         models = self.target, self.draft
-        self.rand = partial(uniform, generator=generator, device=target.device)
-        # A pass over several devices or ranks, or streamed from the host, needs the host.
-        on_host = (hasattr(target, "_sequoia_offloaded") or target.tp_size
-                   or len({*getattr(target, "hf_device_map", {}).values()}) > 1)
-        self.cuda_graph = cuda_graph and target.device.type == "cuda" and not on_host
-        self.is_probed = False                  # whether the target has shown that it can verify a tree
+        on_gpu = target.device.type == "cuda"
+        self.planners = defaultdict(partial(Planner, shape, on_gpu))    # one for each way of sampling
+        known, draft_knows = ((model.vocabulary, model.context) for model in models)
+        if known != draft_knows:
+            warnings.warn(f"the draft's vocabulary and context are {draft_knows} tokens, the target's {known}: "
+                          f"guesses of other tokens are lost, and longer texts go on without a tree")
+        # A pass of several ranks, or with weights on several devices or on the host, needs the host.
+        devices = {weight.device for weight in target.parameters()}
+        self.cuda_graph = cuda_graph and on_gpu and devices == {target.device} and not target.tp_size
         # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
         memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
         # Kept for their graphs. capacity and key are not used, but a graph is valid for one of each only.
@@ -1036,28 +1012,24 @@ class Decoder:
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, assistant_tokenizer=None,
                  stop_strings=None, stopping_criteria=(), **kwargs):
         """`target.generate` with its arguments. inputs: ids, (1, length), or all that a tokenizer returns."""
-        if hasattr(inputs, "keys"):
-            kwargs = {**inputs, **kwargs}
-            inputs = None
-        inputs = kwargs.pop("input_ids", inputs)
-        if inputs is not None and not (torch.is_tensor(inputs) and inputs.ndim == 2):
+        kwargs = {**(inputs if hasattr(inputs, "keys") else {"input_ids": inputs}), **kwargs}
+        ids = kwargs["input_ids"]
+        if ids is not None and not (torch.is_tensor(ids) and ids.ndim == 2):
             raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), or all that a "
-                             f"tokenizer returns with return_tensors='pt'; got {inputs!r:.50}")
-        # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
+                             f"tokenizer returns with return_tensors='pt'; got {ids!r:.50}")
         model = self.target.model
-        configured = getattr(generation_config, "stop_strings", None) or model.generation_config.stop_strings
-        if configured:
-            kwargs["stop_strings"] = None       # or `generate` would look for the tokenizer, too
-        stop_strings = stop_strings or configured
+        stop_strings = (stop_strings or getattr(generation_config, "stop_strings", None)
+                        or model.generation_config.stop_strings)
         criteria = transformers.StoppingCriteriaList(stopping_criteria or ())
-        if stop_strings:
-            if not tokenizer:
-                raise ValueError("stop_strings need the tokenizer: pass tokenizer=, too")
+        # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
+        if stop_strings and tokenizer:
             criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+            stop_strings = None                 # or `generate` would miss the tokenizer, as it does without one
         if tokenizer and assistant_tokenizer:
             warn_of_other_tokens(tokenizer, assistant_tokenizer)
-        kwargs["custom_generate"] = partial(self, streamer=kwargs.get("streamer"))
-        return model.generate(inputs, generation_config, stopping_criteria=criteria, **kwargs)
+        return model.generate(
+            generation_config=generation_config, stopping_criteria=criteria, stop_strings=stop_strings,
+            custom_generate=partial(self, streamer=kwargs.get("streamer")), **kwargs)
 
     # cuDNN, which torch 2.11 prefers on an H200, takes 100 ms and more for each new number of nodes.
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -1074,17 +1046,19 @@ class Decoder:
         ids = input_ids.long().cpu()        # because after every token a criterion's answer is waited for
         limit = stopping_criteria.max_length or np.inf
         steps = self.steps_after(text, sampling, planner, limit, given)
-        for token in (token for step in steps for token in step.tokens):
-            if token == NONE:
-                raise ValueError("the target's logits are NaN, or the processors ruled out every token")
-            ids = pad(ids, (0, 1), value=token)
+        try:
+            for token in (token for step in steps for token in step.tokens):
+                if token == NONE:
+                    raise ValueError("the target's logits are NaN, or the processors ruled out every token")
+                ids = pad(ids, (0, 1), value=token)
+                if streamer:
+                    streamer.put(torch.tensor([token]))
+                # After every token, because accepted ones may go on behind the end.
+                if self.target.agree(stopping_criteria(ids, None)):
+                    break
+        finally:                                # an error, too, comes after the text that there is
             if streamer:
-                streamer.put(torch.tensor([token]))
-            # After every token, because accepted ones may go on behind the end.
-            if self.target.agree(stopping_criteria(ids, None)):
-                break
-        if streamer:
-            streamer.end()
+                streamer.end()
         ids = ids.to(input_ids.device)
         self.report = Report(ids.shape[1] - input_ids.shape[1], 1 + planner.steps - steps_before,
                              time.perf_counter() - begun, planner.tree)
@@ -1096,21 +1070,15 @@ class Decoder:
     def steps_after(self, text, sampling, planner, max_length, given={}):
         """Yields the steps after a text, (length,), one by one. The caller must stop at max_length. given:
         arguments for the model, which the prompt's pass takes as in `generate`."""
-        logits = self.target.prefill(text, PROBE_TOKENS, **given)       # the first step, which needs no tree
+        logits = self.target.prefill(text, **given)     # the first step, which needs no tree
         # A pass over a tree takes only these two. So others, as token types, may change nothing.
         if others := given.keys() - {"attention_mask", "position_ids"}:
-            if not logits.equal(self.target.prefill(text, PROBE_TOKENS)):
+            if not logits.equal(self.target.prefill(text)):
                 raise ValueError(f"not supported: {', '.join(sorted(others))}, which changes the text")
-        scores = sampling.processed(text[None], logits[-1:].clone(), is_draft=False)  # `probe` needs logits
-        P = sampling.method.target_P(scores, self.rand)
-        token = self.target.agree(draw(P, self.rand(1, 1))).item()
-        step = Step(NO_TREE, text[-1:].tolist(), [], token, None)
-        self.on_step(step)
-        yield step
-        if not self.is_probed:                  # only now, because the first token need not wait
-            probe(self.target, text, logits)
-            self.is_probed = True
+        step = self.step_for(NO_TREE, False, 0, None)(text, sampling, logits)._replace(seconds=None)
         while True:
+            self.on_step(step)
+            yield step
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
             left = min(max_length, self.target.context + 1) - len(text)
@@ -1119,7 +1087,13 @@ class Decoder:
                               f"{self.target.context} tokens, as its configuration gives it")
                 return
             static = self.cuda_graph and not sampling.reads_text
-            tree = self.choose_tree(planner, len(text), left, static)
+            # To capture a trial's tree takes as long as many steps.
+            tree = planner.next_tree(left, 30 if static else 1)
+            if len(text) - 1 + tree.depth > min(self.target.context, self.draft.context):
+                tree = NO_TREE
+            # Levels behind the text's end are cut, but not if static, as to capture a cut tree takes longer.
+            if tree.depth > left and not static:
+                tree = Tree(tree[: tree.level_of.index(left)])
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 # (Ids are clamped as in `forward`. `cpu` waits, or a GPU would add this to the step's time.)
@@ -1131,23 +1105,6 @@ class Decoder:
             step = run(text, sampling)
             self.cuda_graph &= run.static == static     # one capture that fails is the last attempt
             planner.learn(step)
-            self.on_step(step)
-            yield step
-
-    def choose_tree(self, planner, length, left, static):
-        """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        # To capture a trial's tree takes as long as many steps.
-        tree = planner.next_tree(left, 20 if static else 1)
-        for model in (self.target, self.draft):
-            if length - 1 + tree.depth > model.context:
-                if model is self.draft and tree != NO_TREE:
-                    warnings.warn(f"the text goes on without a tree, because it fills the draft's context of "
-                                  f"{model.context} tokens")
-                return NO_TREE
-        # Levels behind the text's end are cut, but not if static, because to capture a cut tree takes longer.
-        if tree.depth > left and not static:
-            return Tree(tree[: tree.level_of.index(left)])
-        return tree
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
@@ -1162,55 +1119,56 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
 
 # --- 12  What is refused ------------------------------------------------------------------------------------
 def checked(model):
-    """The model. Raises ValueError if it cannot be fed trees, as far as its configuration tells."""
+    """A model's CachedModel. Raises ValueError if it cannot be fed trees."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
                          f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
                          f"or a pipeline's model")
     config = model.config.get_text_config(decoder=True)
-    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    attention = model.config._attn_implementation
     reasons = {
         "it has an encoder": model.config.is_encoder_decoder,
-        "it is recurrent, or has attention that is neither full nor sliding": model._is_stateful or odd,
+        "it is recurrent": model._is_stateful,
+        "it masks in its own way": config.model_type in ("doge", "gpt_neo"),     # in texts too long to probe
+        "it is in training mode: call its eval()": model.training,
         "its first weights are on a disk": model.device.type == "meta",
         "ranks may share it by tensor parallelism alone": model.tp_size == 1,
         f"{model.tp_size} ranks cannot share its KV heads evenly":
             getattr(config, "num_key_value_heads", 0) % (model.tp_size or 1),
-        "it has no ordinary KV cache": not model._supports_default_dynamic_cache(),
-        "it masks in its own way": config.model_type in ("bloom", "gpt_neo", "blt", "prophetnet"),
-        "its mask counts slots": getattr(config, "alibi", False),
-        "load it with attn_implementation='sdpa'": model.config._attn_implementation not in ("eager", "sdpa")}
+        "load it with attn_implementation='sdpa'": attention not in ("eager", "sdpa")}
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot verify a tree: {reason}")
-    return model
+    cached = CachedModel(model)
+    if getattr(model, "_sequoia_probed", None) != attention:    # because it takes two passes, only once
+        try:
+            probe(cached)
+        except Exception as error:              # where a model masks in its own way it may be of any kind
+            raise ValueError(f"{name} cannot verify a tree: {error}") from error
+        model._sequoia_probed = attention
+    return cached
 
-PROBE_TOKENS = 6         # how many of a first prompt's last tokens are scored again
-def probe(target, text, logits):
-    """Raises ValueError if a CachedModel gets trees wrong: one that masks by slot, or counts positions its
-    own way, would silently give another text. text: a prompt that it was just fed; logits: those after its
-    last tokens, here a, b, c. Feeds these again as a tree, which must give the same logits up to rounding:
+@torch.no_grad()
+def probe(cached):
+    """Raises ValueError if a model gets trees wrong: one that masks by slot, or counts positions its own way,
+    would silently give another text. Feeds a text, of which a, b, c are the last tokens here, and then those
+    tokens again, as a tree, which must give the same logits up to rounding:
 
         a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so
           └─b───c        that the last one stands in slots far from its positions."""
-    layout = Layout(sequences(3, PROBE_TOKENS - 1), text.device)
+    model = cached.model
+    layout = Layout(sequences(3, 5), model.device)
     tree = layout.tree
-    shortest = 2 * PROBE_TOKENS                 # fewer tokens would hide faults, so then any others follow
-    base = max(len(text), shortest) - PROBE_TOKENS
-    target.reserve(base + tree.size)
-    entries = target.store[:, :, 0 if len(text) < shortest else base :]
-    kept = entries.clone()
-    if len(text) < shortest:
-        others = target.vocabulary // 2 + layout.nodes          # ids near 0 may have a meaning, as padding
-        text = torch.cat([text, others % target.vocabulary])[:shortest]
-        logits = target.prefill(text, PROBE_TOKENS)
-    is_other = ~tree.mask[-1].to(text.device)
-    tokens = (text[base:][tree.level_of] + is_other) % target.vocabulary
-    again = target.node_logits(tokens, layout.nodes, layout.place(base, base + tree.size))[~is_other]
-    entries.copy_(kept)                         # because those of another pass are rounded in another way
+    base = 2 * tree.depth                       # fewer tokens before the tree would hide faults
+    # Ids from the middle of the vocabulary, because ids near 0 may have a meaning, as padding.
+    text = (cached.vocabulary // 2 + torch.arange(base + tree.depth, device=model.device)) % cached.vocabulary
+    logits = cached.prefill(text, tree.depth)
+    is_other = ~tree.mask[-1].to(model.device)
+    tokens = (text[base:][tree.level_of] + is_other) % cached.vocabulary
+    again = cached.node_logits(tokens, layout.nodes, layout.place(base, base + tree.size))[~is_other]
     coarse = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16
-    rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, target.model.dtype))
+    rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, model.dtype))
     # Scores far below the best say nothing. (Some models give such to ids that pad the vocabulary.)
     again, logits = (never_ruled_out(each.float(), -100) for each in (again, logits))
     differences = (again - logits).norm(dim=1) / (logits - logits.mean(dim=1, keepdim=True)).norm(dim=1)
@@ -1218,14 +1176,13 @@ def probe(target, text, logits):
     difference = torch.maximum(differences.median(), differences[-1] / 3)
     # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32.
     # Of 177 small models that are right the worst had 2.8, 0.4 and 0.0001%, of 14 others the best had 7.1%.
-    if not difference < 0.6 * rounding**0.5:                                        # refuses NaN, too
-        raise ValueError(f"{type(target.model).__name__} cannot verify a tree: a pass over one changes its "
-                         f"logits by {difference:.1%} of their spread, more than rounding explains")
+    if difference > 0.6 * rounding**0.5:            # NaN is left to decoding, where a draft's does no harm
+        raise ValueError(f"a pass over one changes its logits by {difference:.1%} of their spread, which is "
+                         f"more than rounding explains")
 
 def warn_of_other_tokens(tokenizer, assistant_tokenizer):
     """Warns if a draft's tokenizer differs. The models only know ids, so such tokens are guessed wrong."""
-    ids, draft_ids = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
-    other = {token for token, _ in ids.items() ^ draft_ids.items()}
+    other = dict(tokenizer.get_vocab().items() ^ assistant_tokenizer.get_vocab().items())
     if other:
         warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}. The text "
                       f"is the target's all the same, but may take longer")
@@ -1245,8 +1202,7 @@ def check_call(target, ids, config, processors, arguments):
         f"a prompt of {length} tokens, as the target's context is {target.context}": length > target.context,
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "SynthID's watermark, because it remembers calls": any(
-            isinstance(each, transformers.SynthIDTextWatermarkLogitsProcessor) for each in processors),
-        "a target in training mode: call its eval()": target.model.training}
+            isinstance(each, transformers.SynthIDTextWatermarkLogitsProcessor) for each in processors)}
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
         reasons[name] = getattr(config, name)   # because none of these outputs is made here
     # What a text without padding has. (`steps_after` looks at other arguments for the model.)
@@ -1281,7 +1237,7 @@ def pack(model):
     in bfloat16, and traces its pass, which about halves a small model's time. Afterwards do not change, save,
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
     ValueError for an unfit model, and if packing changes the numbers by more than rounding."""
-    cached = CachedModel(checked(model))
+    cached = checked(model)
     if model.device.type != "cpu" or model.tp_size or hasattr(model, "_sequoia_pass"):
         return model
     model.eval().requires_grad_(False)
@@ -1298,12 +1254,12 @@ def pack(model):
         # Start from an empty cache, so that a trace that lost its writes to the cache is found out.
         for store, *_ in examples:
             store.zero_()
-        return [run(*inputs) for inputs in examples]
+        return torch.cat([run(*inputs) for inputs in examples])                 # (nodes of all examples, V)
 
-    def are_close(outputs, expected):
+    def is_right(run):
         """Up to rounding, which grows with a model's depth, and differs between one node and many."""
-        return all(torch.dist(out, right) < torch.finfo(model.dtype).eps ** 0.5 * right.norm()
-                   for out, right in zip(outputs, expected))
+        errors = (outputs(run) - before).norm(dim=1) / before.norm(dim=1)
+        return errors.max() < torch.finfo(model.dtype).eps ** 0.5
 
     before = outputs(cached.forward)
     for layer in model.modules():
@@ -1311,8 +1267,7 @@ def pack(model):
         if PACKS and type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 \
                 and layer.weight.is_cpu and not layer.weight.is_mkldnn:         # not one on a disk
             pack_linear(layer)
-    packed = outputs(cached.forward)
-    if not are_close(packed, before):
+    if not is_right(cached.forward):
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. What Python
     # decided in that run is then final, so a trace must give the same outputs, also for other examples.
@@ -1322,7 +1277,7 @@ def pack(model):
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module.eval(), examples[0], check_trace=False))
         run = torch.jit.optimized_execution(False)(trace.forward)   # or each new shape would be optimized
-        if are_close(outputs(run), packed):
+        if is_right(run):
             model._sequoia_pass = run
     if not hasattr(model, "_sequoia_pass"):
         warnings.warn(f"{type(model).__name__} cannot be traced, so its passes go on in Python")
@@ -1336,9 +1291,7 @@ def offload(model, device):
     layers = next(lists, nn.ModuleList())       # without a list of layers all of the model goes to the device
     host = {}                # for each weight of these layers its data in host memory
     for weight in layers.parameters():
-        if torch.cuda.is_available():
-            weight.data = weight.data.pin_memory()
-        host[weight] = weight.data
+        host[weight] = weight.data.pin_memory() if torch.cuda.is_available() else weight.data
     for tensor in {*model.parameters(), *model.buffers()} - host.keys():
         tensor.data = tensor.data.to(device)
 
@@ -1349,10 +1302,10 @@ def offload(model, device):
         for weight in layer.parameters():
             weight.data = host[weight]
 
+    release(layers)
     for layer in layers:
         layer.register_forward_pre_hook(copy)
         layer.register_forward_hook(release, always_call=True)      # also after an error in the layer
-    model._sequoia_offloaded = True
     return model.eval().requires_grad_(False)
 
 # --- 14  The command line -----------------------------------------------------------------------------------
@@ -1362,49 +1315,62 @@ PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
 
-OPTIONS = {                 # by name: the default, the help text, and a number's limits
-    "target": (str(TINY / "target"), "folder or hub name"),
-    "draft": (str(TINY / "draft"), "a small model with the same tokens"),
-    "prompt": (PROMPT, "the text to continue"),
-    "chat": (False, "put the prompt through the chat template, as a user's message"),
-    "max_new_tokens": (96, "how many tokens to add", 1, 1e9),
-    "temperature": (0.6, "0 is greedy, 1 the model's own", 0, 1e9),
-    "top_p": (1.0, "keep the likeliest tokens of this probability together", 1e-9, 1),
-    "top_k": (0, "keep this many likeliest tokens; 0 is all", 0, 1e9),
-    "seed": (7, "repeats a text with a fixed --tree; auto goes by timing", 0, 1e18),
-    "method": ("sequoia", f"how children are drawn and verified: {', '.join(METHODS)}"),
-    "tree": ("auto", "auto, the fastest; none; or NODESxLEVELS, as 16x5"),
-    "device": (DEVICE, "cuda, cuda:1, cpu, ..."),
-    "dtype": (DTYPE, "float32, bfloat16 or float16"),
-    "offload": (False, "stream the target's layers from host memory"),
-    "explain": (False, "print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree"),
-}
+OPTIONS = dict(target=str(TINY / "target"), draft=str(TINY / "draft"), prompt=PROMPT, chat=False, max_new_tokens=96,
+               temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia", tree="auto", device=DEVICE,
+               dtype=DTYPE, offload=False, compare=False, explain=False, trust_remote_code=False, debug=False)
+HELP = """Continues a text: a small draft guesses a tree of tokens, and the target verifies all of it in one pass.
+
+    python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt "Once upon a time"
+
+target, draft       folders or hub names of two models with the same tokens
+prompt              the text to continue
+chat                put the prompt through the chat template, and print the answer alone
+max-new-tokens      how many tokens to add
+temperature         0 is greedy, 1 the model's own
+top-p, top-k        keep the likeliest tokens of this probability together; keep this many, 0 is all
+seed                repeats a text with a fixed --tree; auto goes by timing
+method              how children are drawn and verified: sequoia, specinfer, spectr, naive or topk
+tree                auto, the fastest; none; or NODESxLEVELS, as 16x5
+device, dtype       as cuda:1 or cpu; float32, bfloat16 or float16
+offload             stream the target's layers from host memory
+compare             also time the target's own generate
+explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
+trust-remote-code   run code that comes with the models
+debug               show an error's traceback"""
 
 def parse(argv):
-    parser = argparse.ArgumentParser("sequoia.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, (default, text, *_) in OPTIONS.items():
-        kwargs = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kwargs)
+    """The options. Raises ValueError for what is wrong with them, because weights take long to load."""
+    parser = argparse.ArgumentParser("sequoia.py", usage=argparse.SUPPRESS, description=HELP,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in OPTIONS.items():
+        kwargs = {"type": type(default), "default": default, "choices": METHODS if name == "method" else None}
+        if default is False:
+            kwargs = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"default: {default}", **kwargs)
     args = parser.parse_args(argv)
-    for name, (_, _, *limits) in OPTIONS.items():
-        value = getattr(args, name)
-        if limits and not limits[0] <= value <= limits[1]:
-            raise ValueError(f"--{name.replace('_', '-')} must be {limits[0]} to {limits[1]}, not {value}")
     args.tree = tree_shape(args.tree)
-    Planner(args.tree)          # raises for a shape of too many nodes
-    if args.tree != NO_TREE and args.draft == OPTIONS["draft"][0] and args.target != OPTIONS["target"][0]:
+    Planner(args.tree)          # these raise for what cannot be used
+    args.config = transformers.GenerationConfig(
+        max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0, temperature=args.temperature,
+        top_p=args.top_p, top_k=args.top_k)
+    TemperatureLogitsWarper(args.temperature or 1.0)
+    TopPLogitsWarper(args.top_p)
+    TopKLogitsWarper(args.top_k or 1)
+    torch.empty(0, device=args.device)
+    torch.manual_seed(args.seed)
+    args.prompt.encode()
+    if args.tree != NO_TREE and args.draft == OPTIONS["draft"] and args.target != OPTIONS["target"]:
         raise ValueError("give the target's --draft, too, or --tree none")
-    if str(TINY) in args.target + args.draft and not TINY.exists():
-        raise ValueError("there is no bundled pair beside this copy: give --target and --draft")
     if args.explain and not (args.method == "sequoia" and args.temperature and args.top_p == 1 > args.top_k):
         raise ValueError("--explain shows how Algorithm 2 samples: with --method sequoia, a --temperature "
                          "above 0, and all tokens")
     return args
 
-def load(name, args, **options):
+def load(name, args, distributed_config=None):
     """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        name, dtype=args.dtype, trust_remote_code=args.trust_remote_code, output_loading_info=True,
+        ignore_mismatched_sizes=True, distributed_config=distributed_config)
     lost = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if lost:
         raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
@@ -1413,48 +1379,49 @@ def load(name, args, **options):
 @torch.inference_mode()
 def decode_prompt(args):
     # Tokens come first, because their errors should not have to wait for weights.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
+    tokenizer_of = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=args.trust_remote_code)
+    tokenizer = tokenizer_of(args.target)
     if args.tree != NO_TREE:
-        warn_of_other_tokens(tokenizer, transformers.AutoTokenizer.from_pretrained(args.draft))
-    prompt = args.prompt
+        warn_of_other_tokens(tokenizer, tokenizer_of(args.draft))
+    inputs = tokenizer(args.prompt, return_tensors="pt")
     if args.chat:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                               add_generation_prompt=True)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not args.chat)
+        inputs = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], return_dict=True,
+                                               add_generation_prompt=True, return_tensors="pt")
     if not inputs["input_ids"].numel():
         raise ValueError("the prompt has no tokens")
     # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
     are_ranks = torch.distributed.is_torchelastic_launched()
-    target = load(args.target, args, **{"distributed_config": {"tp_plan": "auto"}} if are_ranks else {})
+    target = load(args.target, args, {"tp_plan": "auto"} if are_ranks else None)
     if are_ranks and torch.distributed.get_rank():
         sys.stdout = None               # only rank 0 prints; the others may still report an error
     draft = None if args.tree == NO_TREE else pack(load(args.draft, args).to(args.device))
     target = offload(target, args.device) if args.offload else pack(target.to(args.device))
-    generator = torch.Generator(target.device).manual_seed(args.seed)
     inputs = inputs.to(target.device)
     if args.explain:
-        return explain(target, draft, tokenizer, inputs["input_ids"][0], generator, args)
-    decoder = Decoder(target, draft, args.tree, args.method, generator)
-    decoder.generate(
-        inputs, max_new_tokens=args.max_new_tokens, top_p=args.top_p, do_sample=args.temperature > 0,
-        temperature=args.temperature, top_k=args.top_k, streamer=transformers.TextStreamer(tokenizer))
+        return explain(target, draft, tokenizer, inputs["input_ids"][0], args)
+    decoder = Decoder(target, draft, args.tree, args.method)
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=args.chat)
+    decoder.generate(inputs, args.config, streamer=streamer)
+    lines = [decoder.report, *decoder.planners.values()]
+    if args.compare:
+        begun = time.perf_counter()
+        added = target.generate(**inputs, generation_config=args.config).shape[1] - inputs["input_ids"].shape[1]
+        lines.append(f"generate alone: {added / (time.perf_counter() - begun):.1f} tokens per second")
     if sys.stdout:
-        print(f"\n{decoder.report}", *decoder.planners.values(), sep="\n", file=sys.stderr)
+        print("", *lines, sep="\n", file=sys.stderr)
 
-def explain(target, draft, tokenizer, text, generator, args):
+def explain(target, draft, tokenizer, text, args):
     """Decodes after a text by `step_plainly`, without caches, and prints each step."""
-    def scores(model, ids):
-        scores = model(ids[None]).logits[0, -1].double() / args.temperature
-        return scores.clamp(min=scores.max() - 700)             # as `step_plainly` asks of a draft
+    def scores(model, ids):             # as `step_plainly` asks of a draft
+        return never_ruled_out(model(ids[None]).logits[0, -1].double() / args.temperature, -700)
 
     word = lambda tokens: repr(tokenizer.decode(tokens))
-    models = partial(scores, target), partial(scores, draft)
+    tree = Planner(args.tree).tree
     end = len(text) + args.max_new_tokens
     while len(text) < end:
-        added = step_plainly(*models, text, Planner(args.tree).tree, generator, print, word)
+        added = step_plainly(partial(scores, target), partial(scores, draft), text, tree, None, print, word)
         print(f"adds {word(added)}\n")
         text = torch.cat([text, added])
-    print(tokenizer.decode(text[:end]))
 
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
@@ -1466,7 +1433,12 @@ def main(argv=None):
         return 0
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:             # nobody reads on, as after `| head`
+        sys.stdout = None
+        return 0
     except Exception as error:          # damaged files, missing devices and the like raise any kind
+        if "--debug" in (argv or sys.argv):
+            raise
         print(f"sequoia.py: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
