@@ -7,9 +7,11 @@
     python bench.py speed --synthetic 1b-68m       # the same with random models of these shapes
     python bench.py offload         # the same with a target that is streamed from host memory
     python bench.py planner         # what the planner promised, and what was achieved
+    python bench.py acceptance      # how often the first, second, ... child is accepted, by temperature
     python bench.py verification    # how often the methods reject all children
     python bench.py scaling         # tokens per step by tree size, against separate sequences
-    python bench.py all             # everything, into figures/results.md and the pictures beside it
+    python bench.py robustness      # tokens per step of one tree, by temperature and top-p
+    python bench.py all             # everything, into figures/results.md, the pictures beside it, and README
 
 A section alone prints its tables. With --quick it takes seconds, decides nothing and writes figures/quick.
 All methods take turns on the same prompts, seeds and weights. 1.33 ± 0.05 is a ratio of sums over prompts
@@ -67,6 +69,7 @@ class Report:
     def __init__(self, folder):
         self.folder = folder
         self.text = ""
+        self.numbers = {}               # what README quotes, by name
         self.draws = folder is not None and importlib.util.find_spec("matplotlib") is not None
         if folder and not self.draws:
             print("bench.py: no pictures, as matplotlib is missing: pip install matplotlib", file=sys.stderr)
@@ -112,6 +115,15 @@ def provenance(device):
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return (f"Commit {commit}{'+' if changed else ''}, {time.strftime('%Y-%m-%d')}, {name}, "
             f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before, {versions}.")
+
+def with_numbers(readme, numbers):
+    """README with a run's numbers in its marks, as <!--greedy/kept-->1.75<!---->. ± asks for intervals."""
+    def marked(mark):
+        value = numbers[mark[1].removesuffix(" ±")]
+        if isinstance(value, (list, Estimate)):
+            value = show(Estimate(*value) if mark[1].endswith("±") else value[0])
+        return f"<!--{mark[1]}-->{value}<!---->"
+    return re.sub("<!--([^>]+)-->[^<]*<!---->", marked, readme)
 
 def named(temperature):
     return f"temperature {float(temperature):g}" if float(temperature) else "greedy"
@@ -179,6 +191,7 @@ class Pair:
         return [sequoia.pack(model) for model in copy.deepcopy(self.slow)] if self.packs else self.slow
 
 def pair_of(args):
+    args.trust_remote_code = False
     args.tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
     return Pair(*(sequoia.load(name, args).to(args.device) for name in (args.target, args.draft)))
 
@@ -197,10 +210,10 @@ def texts(args, count, length):
         raise ValueError(f"the text has {len(pieces)} pieces of {length} tokens, not {count}: lower --count")
     return [torch.tensor([pieces[i * len(pieces) // count]], device=args.device) for i in range(count)]
 
-def request(prompt, temperature, new_tokens):
+def request(prompt, temperature, new_tokens, top_p=1.0):
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, "do_sample": False}
     if temperature:
-        how |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        how |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
     return how
 
 # --- 4  trees: what the dynamic program finds (section 3.1; Figures 1 and 6) --------------------------------
@@ -300,6 +313,7 @@ class Ours:
     def __init__(self, models, temperature, tree, method="sequoia", kept=True):
         self.temperature = temperature
         self.kept = kept
+        self.top_p = 1.0
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
         self.warm_up = 8 if tree == "auto" and kept else 1       # texts, as a planner first times some trees
@@ -311,19 +325,20 @@ class Ours:
             self.decoder = self.new()
         self.decoder.on_step = steps.append
         # Reading the text waits for the device.
-        self.decoder.generate(prompt, **request(prompt, self.temperature, new_tokens)).tolist()
+        how = request(prompt, self.temperature, new_tokens, self.top_p)
+        self.decoder.generate(prompt, **how).tolist()
         seconds = time.perf_counter() - start
         self.planner, = self.decoder.planners.values()          # one, as all prompts are sampled alike
         return seconds, sum(len(step.tokens) for step in steps[1:]), len(steps) - 1
 
     def learn(self, prompts):
-        """Decodes prompts, and returns the arguments of the last plan: rates, sizes, t, c."""
+        """Decodes prompts, and returns what was timed: sizes, t, c."""
         with mock.patch.object(sequoia, "plan", wraps=sequoia.plan) as plan:
             for prompt in tqdm(prompts, "learning", disable=None):
                 self(prompt, 64)
             while self.planner.shape == "auto" and not plan.called:
                 self(prompts[0], 64)
-        return plan.call_args and plan.call_args.args
+        return self.planner.latency() if plan.called else None
 
 class Theirs:
     """One of transformers' own ways to decode. assistant: the settings of assisted generation."""
@@ -390,9 +405,28 @@ def speed(args, report):
     if report.draws:
         draw_speed(report, best, list(everyone)[1:])
 
+def verdict(best, which, report):
+    """Says in words which setting was the fastest, and whether a draft pays. README quotes the ratios."""
+    fastest = min(best, key=lambda name: best[name][:, 0].sum())
+    pays = over(best["sequoia"], best["no tree"])
+    answer = "pays" if pays.value - pays.half > 1 else "may or may not pay"
+    if pays.value + pays.half < 1:
+        answer = "does not pay: use tree='none'"
+    ahead = show(over(best[fastest], best["generate"])), show(over(best[fastest], best["sequoia"]))
+    report.say(f"{which}: the fastest was `{fastest}`, {ahead[0]} times as fast as `generate` and {ahead[1]} "
+               f"times as fast as `sequoia`, which is {show(pays)} times as fast as no tree. So this draft "
+               f"{answer}.")
+    for name, runs in best.items():
+        report.numbers[f"{which}/{name}"] = over(runs, best["generate"])
+        report.numbers[f"{which}/sequoia / {name}"] = over(best["sequoia"], runs)
+    generate = best["generate"]
+    report.numbers[f"{which}/pace"] = f"{generate[:, 1].sum() / generate[:, 0].sum():.0f}"
+
 def contenders_for(pair, temperature, args):
     """All who take part, by (name, setting)."""
     found = {("generate", ""): Theirs(pair.slow, temperature)}
+    if args.device != "cpu":                             # which transformers compiles
+        found["static generate", ""] = Theirs(pair.slow, temperature, cache_implementation="static")
     for setting in ASSISTED:
         words = " ".join(map(str, setting))
         assistant = dict(zip(ASSISTED_NAMES, setting))
@@ -420,9 +454,11 @@ def contest(pair, prompts, temperature, args, report):
     contenders = contenders_for(pair, temperature, args)
     runs = interleave(contenders, prompts, args, named(temperature))
     best = {}
-    for (name, _), mine in runs.items():
+    which = ", ".join(filter(None, (args.synthetic, named(temperature))))
+    for (name, setting), mine in runs.items():
         if name not in best or over(mine, best[name]).value > 1:
             best[name] = mine
+            report.numbers[f"{which}/{name} setting"] = setting
     rows = []
     for (name, setting), mine in runs.items():
         if setting == "auto":
@@ -439,6 +475,7 @@ def contest(pair, prompts, temperature, args, report):
         and, on a CPU, packed models (not if streamed). `sequences`: SpecInfer's trees and method. `auto`: the
         last planned tree. `x`: times the speed of that one, in its fastest setting here, which the same runs
         choose, in its favour. Where intervals overlap, who leads is open.""", rows)
+    verdict(best, which, report)
     return best
 
 def draw_speed(report, best, names):
@@ -521,7 +558,8 @@ def planner(args, report):
     rows = []
     for temperature in args.temperatures:
         auto = Ours(pair.fast, temperature, "auto")
-        rates, sizes, t, c = auto.learn(prompts[1::2])
+        sizes, t, c = auto.learn(prompts[1::2])
+        rates = auto.planner.acceptance.rates()
         shapes = trees_around(sequoia.plan(rates, sizes, t, c), rates)
         contenders = {name: Ours(pair.fast, temperature, tree) for name, tree in shapes.items()}
         contenders["goes on planning"] = auto
@@ -554,7 +592,48 @@ def trees_around(chosen, rates):
     shapes |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
     return shapes | {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 64)}
 
-# --- 10  verification: how often all children are rejected (sections 3.2 and 4.2.2, Figure 3) ---------------
+# --- 10  acceptance: how often each child is the accepted one (Definition 3.2; Figures 3 and 5) -------------
+@torch.inference_mode()
+def acceptance(args, report):
+    """The pair's acceptance vector, which `optimal_tree` takes."""
+    vectors = {}
+    for temperature, p, q in both_scores(pair_of(args), args):
+        tokens = propose(METHODS["sequoia"], q, max(CHILDREN))
+        chances = chances_of(METHODS["sequoia"], p, q, tokens).double().mean(dim=0).numpy()    # (children,)
+        vectors.setdefault(temperature, []).append(chances)
+    ranks = np.arange(1, max(CHILDREN) + 1)
+    rows = [{"child": rank} for rank in ranks.tolist()]
+    slopes = []
+    rejected = {}
+    for temperature, mine in vectors.items():
+        for row, column in zip(rows, np.transpose(mine)):
+            row[named(temperature)] = estimate(lambda total: total / args.count, column)
+        rejected[temperature] = (1 - np.mean(mine, axis=0).cumsum()).clip(1e-9)
+        slope, _ = np.polyfit(np.log(ranks), np.log(rejected[temperature]), 1)
+        slopes.append(f"{-slope:.2f} ({named(temperature)})")
+    report.table(f"How often each child is the accepted one, 128 positions each of {args.count} texts", f"""
+        Exact for the children proposed. The chance that all of k children are rejected falls about like k^-b
+        (Definition 3.5). Lines fitted to the logarithms give b = {", ".join(slopes)}.""", rows)
+    if report.draws:
+        fig, ((axis, _),) = panels([{}], 3.6)
+        for colour, (temperature, mine) in zip((BLUE, GREEN, ORANGE), rejected.items()):
+            axis.loglog(ranks, mine, color=colour, label=named(temperature))
+        axis.set(xlabel="children", xticks=CHILDREN, xticklabels=CHILDREN, ylabel="all are rejected")
+        report.picture("acceptance", fig, axis)
+
+def both_scores(pair, args):
+    """Yields a temperature, and both models' scores after each of a text's last tokens, (128, V)."""
+    logits = [[model(text).logits[0, -128:] for model in pair.slow] for text in texts(args, args.count, 256)]
+    for temperature in args.temperatures:
+        sampling = sequoia.Sampling(METHODS["sequoia"], [TemperatureLogitsWarper(temperature)])
+        for target, draft in tqdm(logits, named(temperature), disable=None):
+            yield temperature, sampling.processed(None, target, False), sampling.processed(None, draft, True)
+
+def propose(method, q, k):
+    generator = torch.Generator(q.device).manual_seed(0)
+    return method.propose(q, k, functools.partial(sequoia.uniform, generator=generator, device=q.device))
+
+# --- 11  verification: how often all children are rejected (sections 3.2 and 4.2.2, Figure 3) ---------------
 CHILDREN = (1, 2, 4, 8, 16, 32)
 
 def chances_of(method, p, q, tokens):
@@ -575,18 +654,22 @@ def chances_of(method, p, q, tokens):
 
 @torch.inference_mode()
 def verification(args, report):
-    pair = pair_of(args)
-    # Both models' logits after each of the last tokens, (128, V).
-    logits = [[model(text).logits[0, -128:] for model in pair.slow] for text in texts(args, args.count, 256)]
+    found = {}                          # by temperature and method: (texts, ks)
+    for temperature, p, q in both_scores(pair_of(args), args):
+        for name, method in METHODS.items():
+            tokens = propose(method, q, max(CHILDREN))                                      # (rows, k)
+            # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
+            accepted = [chances_of(method, p, q, tokens[:, :k]).sum(dim=1).mean().item() for k in CHILDREN]
+            found.setdefault(temperature, {}).setdefault(name, []).append(1 - np.array(accepted))
     rows = []
-    for temperature in tqdm(args.temperatures, "rates", disable=None):
-        rates = {name: rejection_rates(method, temperature, logits) for name, method in METHODS.items()}
+    for temperature, rates in found.items():
         for i, k in enumerate(CHILDREN):
             row = {"temperature": f"{temperature:g}", "children": k}
             for name, mine in rates.items():
-                row[name] = estimate(lambda total: total / len(logits), mine[:, i])
+                row[name] = estimate(lambda total: total / args.count, np.array(mine)[:, i])
             for name in ("specinfer", "topk"):
-                row[f"{name} / sequoia"] = estimate(truediv, rates[name][:, i], rates["sequoia"][:, i])
+                row[f"{name} / sequoia"] = estimate(truediv, np.array(rates[name])[:, i],
+                                                    np.array(rates["sequoia"])[:, i])
             rows.append(row)
     report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
         is better. Exact for the children proposed. `/`: a ratio of rates at the same positions.""", rows)
@@ -594,23 +677,7 @@ def verification(args, report):
         draw_by_column(report, "verification", rows, "children", "rejection rate", {
             "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"), "naive": (GREY, ":")})
 
-def rejection_rates(method, temperature, logits):
-    """The chance that all of k children are rejected, (texts, ks)."""
-    sampling = sequoia.Sampling(method, [TemperatureLogitsWarper(temperature)])
-    generator = torch.Generator(logits[0][0].device).manual_seed(0)
-    rates = np.zeros((len(logits), len(CHILDREN)))
-    for i, (target, draft) in enumerate(logits):
-        p = sampling.processed(None, target, False)
-        q = sampling.processed(None, draft, True)
-        random = functools.partial(sequoia.uniform, generator=generator, device=q.device)
-        tokens = method.propose(q, max(CHILDREN), random)                                   # (rows, k)
-        for j, k in enumerate(CHILDREN):
-            # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-            accepted = chances_of(method, p, q, tokens[:, :k]).sum(dim=1)
-            rates[i, j] = (1 - accepted).mean().item()
-    return rates
-
-# --- 11  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
+# --- 12  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
 def scaling(args, report):
     pair = pair_of(args)
     prompts = texts(args, 2 * args.count, 128)
@@ -619,7 +686,7 @@ def scaling(args, report):
         learner = Ours(pair.fast, temperature, (32, 8))
         learner.learn(prompts[1::2])                    # from every other prompt
         rates = learner.planner.acceptance.rates()
-        for size in [2**i for i in range(3, 6 if args.quick else 10)]:
+        for size in (8, 32) if args.quick else (8, 32, 128, 512):
             shapes = sequences_within(size)
             k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
             tree = optimal_tree(rates, size, min(size, 16))
@@ -633,6 +700,8 @@ def scaling(args, report):
             for name in list(both)[1:]:
                 row[f"sequoia / {name}"] = estimate(truediv, runs[name][:, 2], runs["sequoia"][:, 2])
             rows.append(row)
+            if row["temperature"] == "0.6":
+                report.numbers["scaling"] = row["sequoia / k sequences"]       # at last of the largest size
     report.table(f"Tokens per step, {args.count} prompts, {args.new_tokens} new tokens each", """
         expected, sequoia: the optimal tree. k: of 1, 2, 4, ... 32 by expected tokens. `k, specinfer`: these
         sequences, drawn and verified by SpecInfer's method. topk: the optimal tree by that method. The paper
@@ -641,7 +710,29 @@ def scaling(args, report):
         draw_by_column(report, "scaling", rows, "nodes", "tokens per step", {
             "sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "k, specinfer": (PINK, "--")})
 
-# --- 12  step: a picture of one real step -------------------------------------------------------------------
+# --- 13  robustness: one tree by temperature and top-p (section 4.2.2, Figure 4; Table 8) -------------------
+def robustness(args, report):
+    """Tokens per step of the same 32 nodes, by three methods."""
+    pair = pair_of(args)
+    prompts = texts(args, args.count, 128)
+    tree = optimal_tree(sequoia.PRIOR, 32, 6)
+    rows = []
+    settings = [(temperature, 1.0) for temperature in args.temperatures] + [(1.0, 0.8), (1.0, 0.9)]
+    methods = "sequoia", "specinfer", "topk"
+    for temperature, top_p in settings:
+        contenders = {name: Ours(pair.fast, temperature, tree, name) for name in methods}
+        for contender in contenders.values():
+            contender.top_p = top_p
+        runs = interleave(contenders, prompts, args, f"{named(temperature)}, top-p {top_p:g}")
+        row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}"}
+        row |= {name: tokens_per_step(mine) for name, mine in runs.items()}
+        for name in methods[1:]:
+            row[f"sequoia / {name}"] = estimate(truediv, runs[name][:, 2], runs["sequoia"][:, 2])
+        rows.append(row)
+    report.table(f"Tokens per step of 32x6, {args.count} prompts, {args.new_tokens} new tokens each",
+                 "The same tree in all rows and columns, so only the method and the sampling differ.", rows)
+
+# --- 14  step: a picture of one real step -------------------------------------------------------------------
 KINDS = {"the text": BLACK, "accepted": GREEN, "rejected": RED, "not tried": GREY, "the target's own": BLUE}
 
 def step(args, report):
@@ -724,13 +815,15 @@ def show_step(report, step, tried, words, before):
     axis.axis("off")
     report.picture("step", fig, axis)
 
-# --- 13  The command line -----------------------------------------------------------------------------------
+# --- 15  The command line -----------------------------------------------------------------------------------
 # Prompts, new tokens of each, temperatures.
 DEFAULTS = {
-    "step": (40, 64, [0.6]), "speed": (40, 128, [0.0, 0.6]), "speed --synthetic": (3, 64, [0.0]),
-    "offload": (3, 48, [0.0]), "planner": (30, 64, [0.0, 0.6]), "verification": (60, 0, [0.2, 0.6, 1.0]),
-    "scaling": (20, 32, [0.2, 0.6, 1.0])}
-COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, verification, scaling)}
+    "step": (40, 64, [0.6]), "speed": (36, 128, [0.0, 0.6]), "speed --synthetic": (2, 64, [0.0]),
+    "offload": (2, 32, [0.0]), "planner": (24, 64, [0.0, 0.6]), "acceptance": (60, 0, [0.2, 0.6, 1.0]),
+    "verification": (60, 0, [0.2, 0.6, 1.0]), "scaling": (14, 32, [0.2, 0.6, 1.0]),
+    "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
+COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, verification,
+                                          scaling, robustness)}
 COMMANDS["offload"] = synthetic_speed
 
 def arguments(argv):
@@ -751,6 +844,8 @@ def arguments(argv):
     add("--synthetic", choices=SYNTHETIC, help="speed, offload: a random pair of these shapes")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or sequoia.DTYPE
+    if args.device != "cpu" and args.command == "speed":        # where there is time for more
+        DEFAULTS["speed --synthetic"] = 8, 128, [0.0, 0.6]
     if any(number is not None and number < 1 for number in (args.count, args.new_tokens)):
         parser.error("--count and --new-tokens must be at least 1")
     name = "speed --synthetic" if args.command == "speed" and args.synthetic else args.command
@@ -761,7 +856,7 @@ def arguments(argv):
         setattr(args, option, getattr(args, option) or value)
     if args.command == "offload":
         args.synthetic = args.synthetic or ("tiny" if args.quick else "1b-68m")
-    if args.command in ("verification", "scaling") and 0 in args.temperatures:
+    if args.command in ("acceptance", "verification", "scaling", "robustness") and 0 in args.temperatures:
         parser.error(f"{args.command} needs --temperatures above 0: greedy, all methods are the same")
     return args
 
@@ -786,6 +881,13 @@ def main(argv):
             start = time.perf_counter()
             COMMANDS[mine.command](mine, report)
             report.say(f"This took {(time.perf_counter() - start) / 60:.1f} minutes.")
+        if args.command == "all":
+            numbers = report.numbers | {"run": provenance(args.device).partition(", load")[0]}
+            (folder / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+            readme = HERE / "README.md"
+            text = with_numbers(readme.read_text(encoding="utf-8"), numbers)
+            if not args.quick:
+                readme.write_text(text, encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

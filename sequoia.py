@@ -33,13 +33,12 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones. MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, sys, time, warnings
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from contextlib import suppress
 from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -169,10 +168,15 @@ def never_ruled_out(log_Q, lowest=LOWEST):
 # rejected, and the next child comes from D, the draft without that token. That is the same task again, with R
 # and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
 #
-# Sequoia is robust because no token is tried twice: if the children include all tokens with P > 0, one of
-# them is always accepted (the cover property, Theorem 3.7). Why? A rejected token had R < D, so the next R is
-# 0 there. Once only one of these tokens is left, R is 1 there, so its ratio is 1 / D, and it is accepted.
-# SpecInfer draws with replacement, so the same token may be drawn again, only to be rejected again.
+# Sequoia is robust (Theorem 3.7), which means two things. A single child is accepted with the chance
+# sum of min(P, Q), and no lossless rule has a larger one (optimal transport); this counts at high
+# temperatures, where P and Q overlap. And if the children include all tokens with P > 0, one of them is
+# always accepted (cover); this counts at low temperatures, where few tokens are likely. Why? A rejected token
+# had R < D, so the next R is 0 there. Once only one of these tokens is left, R is 1 there, and its ratio is
+# at least 1. The children include them if k = V, or if Q allows only k tokens, and those are among them.
+# Others lack one of the two. With P = (1, 0), Q = (.5, .5) and k = 2, SpecInfer and SpecTr, which draw with
+# replacement, reject the second token twice in 1 of 4 cases. With P = Q = (.6, .4) and k = 1, top-k accepts
+# in .6 of all cases and naive in .52, where Sequoia always does.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
@@ -245,7 +249,12 @@ def expected_tokens(tree, acceptance_rates):
     3.1), a chance is the product of the rates on its path. For `optimal_tree([0.6, 0.2, 0.1], size=5)`:
 
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
-             └─0.20"""
+             └─0.20
+
+    Longer chains stop paying: with p_k for the rates and P_k for their sum up to k, a chain never adds more
+    than 1 / (1 - p_1) tokens, k sequences 1 + P_k / (1 - p_1), a k-ary tree 1 / (1 - P_k). But if all of k
+    children are rejected with a chance of at most k^-b (a power law, Definition 3.5), the best tree of n
+    nodes adds about b log n / log log n or more, which has no limit (Theorem 3.6)."""
     rates = np.atleast_2d(acceptance_rates)
     chance = [1.0]
     for parent, rank in zip(tree[1:], tree.ranks[1:]):
@@ -320,8 +329,6 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         # A missing child takes nothing from R. (Below, it marks token 0, but only missing ones follow.)
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
-        if len(P) == 1 and accepted[-1]:
-            break                   # `walk` has one row, and can stop. (A graph, which cannot, has several.)
         R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
         R = R / R.sum(dim=1, keepdim=True)
         if not replacement:
@@ -333,11 +340,12 @@ def first_accepted(accepted):
     found, rank = accepted.max(dim=1)           # among equals the first
     return torch.where(found, rank, NONE)
 
-class Method(NamedTuple):
-    """How children are proposed and verified: by Sequoia's functions above, or by those of section 10."""
-    propose: Callable                   # log_Q, k, rand -> tokens, (rows, k)
-    verify: Callable                    # P, log_Q, tokens, u -> ranks and weights
-    choose: Callable | None = None      # called like propose; the target's token that a child must match
+class Method(namedtuple("Method", "propose verify choose", defaults=[None])):
+    """How children are proposed and verified: by Sequoia's functions above, or by those of section 10.
+
+    propose     log_Q, k, rand -> tokens, (rows, k)
+    verify      P, log_Q, tokens, u -> ranks and weights
+    choose      called like propose, for the target's own token, which a child must match; or None"""
 
     def target_P(self, scores, rand):
         """P from the target's scores, (rows, V). If it has chosen a token, P is 1 there and 0 elsewhere."""
@@ -569,13 +577,14 @@ class CachedModel:
 
 # --- 8  The step on a device --------------------------------------------------------------------------------
 # Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
-class Step(NamedTuple):
-    """What one step did."""
-    tree: Tree
-    node_tokens: list                # (size,); NONE for a missing child, below which tokens mean nothing
-    path: list                       # the accepted nodes below the root, in order
-    token: int                       # the one after them
-    seconds: float | None            # None for a prompt's pass, and for one that warms up a graph
+class Step(namedtuple("Step", "tree node_tokens path token seconds")):
+    """What one step did.
+
+    tree            the Tree
+    node_tokens     a list, (size,); NONE for a missing child, below which tokens mean nothing
+    path            the accepted nodes below the root, in order
+    token           the one after them
+    seconds         None for a prompt's pass, and for a step that warms up a graph"""
 
     @property
     def tokens(self):
@@ -584,8 +593,7 @@ class Step(NamedTuple):
 
 def resized(logits, vocabulary):
     """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
-    lacking = vocabulary - logits.shape[1]
-    return pad(logits, (0, lacking), value=RULED_OUT) if lacking else logits
+    return pad(logits, (0, vocabulary - logits.shape[1]), value=RULED_OUT)
 
 def walk(layout, try_children):
     """Step 3 of `step_plainly`: the last accepted node, (1,), and weights for the token after it, (1, V).
@@ -725,7 +733,7 @@ PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often 
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
 WORTH_A_LOOK = 30       # if steps done plus steps left are fewer, not even a step without a tree would pay,
-WORTH_TRIALS = 100      # and if they are fewer than these, no other trials
+WORTH_TRIALS = 130      # and if they are fewer than these, no other trials
 DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
 
 def likeliest_tree(rates, size, depth):
@@ -950,12 +958,9 @@ def tree_shape(tree):
     raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
                      f"up to {MAX_NODES} nodes; got {tree!r}")
 
-class Report(NamedTuple):
-    """What a Decoder's last call came to."""
-    tokens: int              # written
-    steps: int               # the first of which is the prompt's pass
-    seconds: float           # of the call
-    tree: Tree               # the planner's last choice
+class Report(namedtuple("Report", "tokens steps seconds tree")):
+    """What a Decoder's last call came to: tokens written; steps, the first of which is the prompt's pass; the
+    call's seconds; and the tree that the planner chose last."""
 
     def __str__(self):
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
@@ -967,8 +972,8 @@ class Decoder:
 
     draft        a model of the same tokens; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest, which begins with 8 nodes (on a GPU 64), soon tries a step without a tree, and
-                 other trees in texts of 80 steps or more (on a GPU, which captures each, 1600)
+                 fastest, which begins with 8 nodes (on a GPU 64), tries steps without a tree in texts of
+                 60 tokens or more, and other trees of 260 (on a GPU, which captures each, of 30 times that)
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
@@ -998,8 +1003,8 @@ class Decoder:
         self.planners = defaultdict(partial(Planner, shape, on_gpu))    # one for each way of sampling
         known, draft_knows = ((model.vocabulary, model.context) for model in models)
         if known != draft_knows:
-            warnings.warn(f"the draft's vocabulary and context are {draft_knows} tokens, the target's {known}: "
-                          f"guesses of other tokens are lost, and longer texts go on without a tree")
+            warnings.warn(f"the draft's vocabulary and context are {draft_knows}, the target's {known} tokens."
+                          f" Guesses of other tokens are lost, and longer texts go on without a tree")
         # A pass of several ranks, or with weights on several devices or on the host, needs the host.
         devices = {weight.device for weight in target.parameters()}
         self.cuda_graph = cuda_graph and on_gpu and devices == {target.device} and not target.tp_size
@@ -1024,7 +1029,7 @@ class Decoder:
         # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
         if stop_strings and tokenizer:
             criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-            stop_strings = None                 # or `generate` would miss the tokenizer, as it does without one
+            stop_strings = None                 # or `generate` would ask for the tokenizer, too
         if tokenizer and assistant_tokenizer:
             warn_of_other_tokens(tokenizer, assistant_tokenizer)
         return model.generate(
@@ -1315,10 +1320,11 @@ PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
 
-OPTIONS = dict(target=str(TINY / "target"), draft=str(TINY / "draft"), prompt=PROMPT, chat=False, max_new_tokens=96,
-               temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia", tree="auto", device=DEVICE,
-               dtype=DTYPE, offload=False, compare=False, explain=False, trust_remote_code=False, debug=False)
-HELP = """Continues a text: a small draft guesses a tree of tokens, and the target verifies all of it in one pass.
+OPTIONS = dict(target=str(TINY / "target"), draft=str(TINY / "draft"), prompt=PROMPT, chat=False,
+               max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia", tree="auto",
+               device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
+               trust_remote_code=False, debug=False)
+HELP = """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
 
     python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt "Once upon a time"
 
@@ -1379,10 +1385,10 @@ def load(name, args, distributed_config=None):
 @torch.inference_mode()
 def decode_prompt(args):
     # Tokens come first, because their errors should not have to wait for weights.
-    tokenizer_of = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=args.trust_remote_code)
-    tokenizer = tokenizer_of(args.target)
+    tokens = transformers.AutoTokenizer.from_pretrained
+    tokenizer = tokens(args.target, trust_remote_code=args.trust_remote_code)
     if args.tree != NO_TREE:
-        warn_of_other_tokens(tokenizer, tokenizer_of(args.draft))
+        warn_of_other_tokens(tokenizer, tokens(args.draft, trust_remote_code=args.trust_remote_code))
     inputs = tokenizer(args.prompt, return_tensors="pt")
     if args.chat:
         inputs = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], return_dict=True,
@@ -1405,7 +1411,8 @@ def decode_prompt(args):
     lines = [decoder.report, *decoder.planners.values()]
     if args.compare:
         begun = time.perf_counter()
-        added = target.generate(**inputs, generation_config=args.config).shape[1] - inputs["input_ids"].shape[1]
+        text = target.generate(**inputs, generation_config=args.config)[0]
+        added = len(text) - inputs["input_ids"].shape[1]
         lines.append(f"generate alone: {added / (time.perf_counter() - begun):.1f} tokens per second")
     if sys.stdout:
         print("", *lines, sep="\n", file=sys.stderr)

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import sequoia
+import bench, sequoia
 from sequoia import (METHODS, NO_TREE, NONE, Decoder, Planner, Step, Tree, chain, expected_tokens, k_ary,
                      optimal_tree, sample_and_verify, sequences, step_plainly, verify_one_node)
 from sequoia import RULED_OUT, AcceptanceRates, CachedModel, Sampling, TreeStep, never_ruled_out
@@ -56,11 +56,12 @@ def all_trees(size):
 
 SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 LATE = Tree([-1, 0, 0, 1, 2, 2, 2])      # a level's parents differ in their numbers of children
+EARLY = Tree([-1, 0, 0, 1, 1, 1, 2])
 BUSHY = optimal_tree([0.5, 0.2, 0.1], 14, 5)
 ABREAST = sequences(3, 4)               # a node's number is far from its level, and leaves are far behind
 
 @quick
-def test_siblings_never_see_each_other_but_every_node_sees_its_ancestors_and_itself():
+def test_exercise_3_siblings_never_see_each_other_but_every_node_sees_its_ancestors_and_itself():
     for tree in SMALL_TREES:
         for node, parent in enumerate(tree):
             path = [*tree.paths[parent], node] if node else [0]
@@ -211,17 +212,25 @@ def test_random_numbers_have_53_bits_and_noise_keeps_them():
 @st.composite
 def targets_and_drafts(draw):
     """P, Q, (V,), and a number of children."""
-    vocabulary = draw(st.integers(2, 5))
+    vocabulary = draw(st.integers(2, 4))
     weight = st.sampled_from([0, 1e-6, 1, 1 + 1e-10, 3, 7])
     rows = st.lists(weight, min_size=vocabulary, max_size=vocabulary).filter(any).map(distribution)
-    return draw(rows), draw(rows), draw(st.integers(1, min(vocabulary, 3)))
+    return draw(rows), draw(rows), draw(st.integers(1, vocabulary))
+
+HALVES, ONE = distribution([1, 1]), distribution([1, 0])
 
 @quick
-@pytest.mark.parametrize("name", ["plainly", *BY_RATIOS])
+@pytest.mark.parametrize("name", [pytest.param("plainly", id="exercise_1"), *BY_RATIOS])
 @given(targets_and_drafts())
 @example((distribution([3, 7, 0]), distribution([0, 0, 1]), 2))
+@example((distribution([3, 7, 1, 1]), distribution([0, 7, 0, 1]), 4))
+@example((distribution([3, 7, 1]), distribution([3, 7, 1]), 1))
+@example((ONE, HALVES, 2))
+@example((distribution([0, 1, 1]), distribution([1, 1e-10, 0]), 2))
 def test_one_nodes_token_has_exactly_the_targets_distribution(name, case):
-    """Accepted tokens and the residual add up to it, over all proposals and all outcomes of all tries."""
+    """Accepted tokens and the residual add up to it, over all proposals and all outcomes of all tries. One
+    child is accepted as often as optimal transport allows. And Sequoia covers: it accepts one of k children
+    if they are the whole vocabulary, or if the draft knows only k tokens, and these hold the target's."""
     P, Q, k = case
     log_Q = scores_of(Q)[None]
     run = EveryRun()
@@ -234,12 +243,31 @@ def test_one_nodes_token_has_exactly_the_targets_distribution(name, case):
             tokens = METHODS[name].propose(log_Q, k, run.uniform)
             rank, R = METHODS[name].verify(P[None], log_Q, tokens, run)
         is_accepted = rank != NONE
-        return distribution(torch.eye(len(P))[tokens[0, rank]] if is_accepted else R).view(-1)
+        last = distribution(torch.eye(len(P))[tokens[0, rank]] if is_accepted else R)
+        return torch.cat([last.view(-1), torch.tensor([float(is_accepted)])])
 
-    found = torch.zeros_like(P)
+    found = torch.zeros(len(P) + 1, dtype=torch.float64)
     for chance, last in run.results(program):
         found += chance * last
-    torch.testing.assert_close(found, P, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found[:-1], P, rtol=0, atol=1e-9)
+    if k == 1:
+        assert found[-1] == pytest.approx(torch.minimum(P, Q).sum().item(), abs=1e-6)
+    if name in ("plainly", "sequoia") and (k == len(P) or (Q > 0).sum() <= k and not (P[Q == 0]).any()):
+        assert found[-1] == pytest.approx(1)
+
+@quick
+@pytest.mark.parametrize("P, Q, k, chances", [
+    (ONE, HALVES, 2, dict(sequoia=1, topk=1, specinfer=0.75, spectr=0.75)),
+    (distribution([9, 1]), HALVES, 2, dict(sequoia=1, specinfer=0.8, spectr=0.815037)),
+    (distribution([6, 4]), distribution([6, 4]), 1, dict(sequoia=1, specinfer=1, topk=0.6, naive=0.52))])
+def test_the_papers_examples_of_how_others_lack_cover_or_optimal_transport(P, Q, k, chances):
+    for name, expected in chances.items():
+        if name == "topk":                      # whose children are not drawn
+            rank, _ = sample_and_verify(P.expand(9999, 2), Q.expand(9999, 2), k, name, seeded(0))
+            assert (rank != NONE).double().mean().item() == pytest.approx(expected, abs=0.02)
+            continue
+        runs = EveryRun().results(lambda: sample_and_verify(P[None], Q[None], k, name)[0].item() != NONE)
+        assert sum(chance * accepted for chance, accepted in runs) == pytest.approx(expected)
 
 @quick
 @pytest.mark.parametrize("name", BY_RATIOS)
@@ -320,6 +348,21 @@ def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, de
             with pytest.raises(ValueError, match=f"size={size} is too large: .* has {max(best)}$"):
                 optimal_tree(rates, size, depth)
 
+@quick
+def test_chains_sequences_and_k_ary_trees_have_limits_and_the_best_trees_of_a_power_law_have_none():
+    """The closed forms of section 4, and Theorem 3.6 for b = 1."""
+    rates = np.array([0.5, 0.2, 0.1])
+    for k, total in ((1, 0.5), (2, 0.7), (3, 0.8)):
+        assert expected_tokens(sequences(k, 80), rates) == pytest.approx(1 + total / 0.5)
+        assert expected_tokens(k_ary(k, 5), rates) == pytest.approx((1 - total**5) / (1 - total))
+    assert expected_tokens(chain(80), rates) == pytest.approx(1 / 0.5)
+    ranks = np.arange(1, 400)
+    power_law = 1 / ranks - 1 / (ranks + 1)                 # k children are all rejected with 1 / (k + 1)
+    best = [expected_tokens(sequoia.likeliest_tree(power_law, n, 99), power_law) for n in (16, 64, 256, 1024)]
+    growth = [math.log(n) / math.log(math.log(n)) for n in (16, 64, 256, 1024)]
+    assert min(np.diff(np.divide(best, growth))) > 0
+    assert best[-1] > 1 + 1 / (1 - power_law[0])                # the limit of sequences, and a chain's is 2
+
 # --- 6  Logits processors -----------------------------------------------------------------------------------
 @quick
 @pytest.mark.parametrize("kind, value", [("TopK", 2), ("TopP", 0.8), ("MinP", 0.4)])
@@ -330,7 +373,7 @@ def test_truncation_removes_a_targets_tokens_but_only_lowers_a_drafts(kind, valu
     kept = processed(None, logits, is_draft=False)
     assert kept.tolist() == [[6.0, RULED_OUT, pytest.approx(5.8), RULED_OUT]]
     kept = processed(None, logits, is_draft=True)           # above the likeliest's
-    assert kept.tolist() == [[0, -4 - sequoia.LOWERED_BY, pytest.approx(-0.2), sequoia.LOWEST]]
+    assert kept.tolist() == [[0, -104, pytest.approx(-0.2), -1e9]]
 
 @quick
 @pytest.mark.parametrize("temperature", [1e-30, 1e-9, 0.7, 50.0])
@@ -529,7 +572,7 @@ def assert_steps_as_plainly(models, text, sampling, form, seed):
         model.reserve(256)
         model.store.fill_(math.nan)             # what an earlier text left must not show
         model.prefill(text[:-1])
-    for tree, calls in ((LATE, 3), (chain(4), 3), (BUSHY, 2), (ABREAST, 2)):
+    for tree, calls in ((LATE, 2), (EARLY, 2), (chain(4), 2), (BUSHY, 2), (ABREAST, 2)):
         run = TreeStep(tree, models, generator, static)
         for number in range(calls):
             with form_of(form):
@@ -640,6 +683,21 @@ def test_a_steps_text_has_exactly_the_targets_distribution(name):
             found = found + chance * continued(tokens, exact)
         torch.testing.assert_close(found, continued([], exact), rtol=0, atol=1e-6)
 
+@torch.inference_mode()
+def test_a_step_adds_the_expected_tokens_where_acceptance_depends_on_the_rank_alone():
+    """Here the child of rank r is always token r, and the target wants it with a chance of its own."""
+    rates = [0.5, 0.2, 0.2]
+    rows = distribution([[5, 2, 2, 1], [8, 4, 2, 1]])
+    tables = [[row.expand(4**level, 4) for level in range(5)] for row in rows]
+    in_order = METHODS["topk"]._replace(propose=lambda log_Q, k, rand: torch.arange(k).expand(len(log_Q), k))
+    for tree in (tree for tree in SMALL_TREES if tree.size < 6 and tree.branching < 4):
+        def program():
+            step = TreeStep(tree, [*map(TableModel, tables)])
+            return len(step(torch.tensor([0, 0]), Sampling(in_order, [])).tokens)
+
+        runs = EveryRun().results(program)
+        assert sum(chance * count for chance, count in runs) == pytest.approx(expected_tokens(tree, rates))
+
 class NothingOnTheCPU(TorchDispatchMode):
     """No operator takes or makes a tensor on the CPU: in a CUDA graph that would be a copy, and an error."""
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -749,6 +807,7 @@ def test_the_plan_is_the_best_of_all_trees(rates):
         tree = sequoia.plan(rates, sizes, t, c)
         assert pace(tree, seconds, c, rates) == pytest.approx(best_pace(seconds, c, rates[None], 64))
     assert tree == NO_TREE
+    assert sequoia.plan(np.array([0.99]), [1, 64], [1.0, 1.0], 0.0) == chain(23)
 
 def walk_by_rates(tree, rates, rng):
     """The path of a step whose children are accepted by these chances, (levels, ranks)."""
@@ -866,7 +925,7 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {3, 11, 22, 44, 88}
 
 @quick
-@pytest.mark.parametrize("cost, begun", [(1, 62), (4, 362)])
+@pytest.mark.parametrize("cost, begun", [(1, 92), (4, 482)])
 def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(cost, begun):
     """Until then the first tree is used, and timed."""
     planner = Planner("auto")
@@ -882,7 +941,7 @@ def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(co
 def test_fewer_nodes_take_no_more_time_and_a_draft_pass_none_below_zero():
     planner = Planner("auto")
     for tree, seconds in zip((*planner.trials, k_ary(2, 3), chain(1)), (2.0, 3.0, 1.0, 2.0, 9.0)):
-        planner.seconds[tree] += 3 * [seconds]
+        planner.seconds[tree] += [20.0, seconds, 10.0]
     planner.seconds[chain(2)] += 2 * [0.1]                      # not timed often enough
     sizes, t, c = planner.latency()
     assert sizes == [1, 2, 7, 8]
@@ -897,7 +956,7 @@ falling = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_s
 @example(np.array([0.5, 0.5]), 13, 5)
 @example(0.6 / np.arange(1, 17) ** 2, 256, 12)
 @example(np.array([1.0, 0.6, 0.6, 0.36]), 40, 6)
-def test_the_likeliest_nodes_are_algorithm_1s_tree_also_where_many_are_equally_likely(rates, size, depth):
+def test_exercise_4_the_likeliest_nodes_are_algorithm_1s_tree_also_among_equals(rates, size, depth):
     tree = sequoia.likeliest_tree(rates, size, depth)
     assert tree.depth <= depth
     assert tree.size == min(size, sum(len(rates) ** level for level in range(depth)))       # all there are
@@ -995,7 +1054,7 @@ def test_a_drafts_vocabulary_and_context_do_not_change_the_text():
     target, draft = make_pair("llama")
     for size in (60, 70):
         draft.resize_token_embeddings(size)
-        with pytest.warns(UserWarning, match=rf"draft's .* are \({size}, 512\) tokens, the target's \(64, 512"):
+        with pytest.warns(UserWarning, match=rf"draft's .* are \({size}, 512\), the target's \(64, 512\)"):
             decoder = Decoder(target, draft, sequences(61, 1))
         steps = assert_as_generate(decoder, prompt_of(10), max_new_tokens=16)
         for step in steps[1:]:
@@ -1716,7 +1775,7 @@ def test_chat_puts_the_prompt_through_the_template_and_prints_the_answer_alone(f
 
 # The arguments after those for a good pair, and the words of the one line that they cause.
 BAD_REQUESTS = {
-    "--top-p=1.5": "top_p", "--temperature=-1": "temperature", "--seed=12345678901234567890123": "[Oo]verflow",
+    "--top-p=1.5": "top_p", "--temperature=-1": "temperature", "--seed=123456789012345678901": "[Oo]verflow",
     "--max-new-tokens=0": "max_new_tokens", "--prompt=": "no tokens", "--prompt=\udcff": "surrogates",
     "--top-k=-4": "top_k", "--tree=16x0": "tree must be .*16x0", "--tree=16x1": "too large",
     "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
@@ -1769,6 +1828,41 @@ def test_the_promised_names_and_the_licence_are_there_and_the_docstrings_example
     assert "MIT" in sequoia.__doc__
     failed, attempted = doctest.testmod(sequoia)
     assert failed == 0 < attempted
+
+# --- bench.py -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", METHODS)
+def test_the_benchs_chance_of_each_child_is_that_of_all_outcomes(name):
+    method = METHODS[name]
+    run = EveryRun()
+    for seed, tokens in itertools.product(range(4), ([2, 0, 1], [2, 0, 2])):
+        if name in (*BY_RATIOS[1:], "naive") or tokens[2] == 1:     # others never draw a token twice
+            p, q = random_rows(1, 4, seed=seed).log()
+            tokens = torch.tensor([tokens])
+            found = torch.zeros(4, dtype=torch.float64)
+            for chance, rank in run.results(
+                    lambda: method.verify(method.target_P(p, run.uniform), q, tokens, run)[0].item()):
+                found[rank] += chance
+            assert bench.chances_of(method, p, q, tokens)[0].tolist() == pytest.approx(found[:3].tolist())
+
+def test_an_estimate_is_a_ratio_of_sums_with_the_interval_of_the_jackknife():
+    """That of a mean is Student's: 2.262 times the standard error of ten numbers."""
+    mine, other = np.array([[1.0], [2.0], [3.0]]), np.array([[2.0], [4.0], [6.0]])
+    assert bench.over(mine, other) == pytest.approx((2.0, 0.0))
+    column = np.random.default_rng(0).random((10, 1))
+    mean = bench.estimate(lambda total, count: total[0] / count[0], column, np.ones((10, 1)))
+    assert mean.value == pytest.approx(column.mean())
+    assert mean.half == pytest.approx(2.262 * column.std(ddof=1) / 10**0.5, rel=0.01)
+
+@quick
+def test_readmes_numbers_are_those_that_the_bench_wrote_down_and_a_changed_digit_shows():
+    text = (ROOT / "README.md").read_text("utf-8")
+    numbers = json.loads((ROOT / "figures" / "numbers.json").read_text("utf-8"))
+    assert bench.with_numbers(text, numbers) == text
+    for mark in re.findall(r"<!--[^>]+-->[^<]*\d[^<]*<!---->", text):
+        name, shown = re.match("(<!--[^>]+-->)(.*)<!---->", mark, re.DOTALL).groups()
+        other = shown.translate(str.maketrans("0123456789", "1234567890"))
+        changed = text.replace(mark, f"{name}{other}<!---->")
+        assert bench.with_numbers(changed, numbers) == text != changed
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="a copy without its README")
 def test_the_readmes_examples_run_in_order_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
