@@ -480,6 +480,8 @@ def contest(pair, prompts, temperature, args, report):
 
 def draw_speed(report, best, names):
     fig, found = panels([{"temperature": temperature} for temperature in best], 4.2)
+    widest = max(sum(over(mine, runs["generate"])) for runs in best.values() for mine in runs.values())
+    packed = "no tree", "sequences", "topk", "sequoia"
     for (axis, _), runs in zip(found, best.values()):
         for line, name in enumerate(reversed(names)):
             if name in runs:
@@ -488,9 +490,9 @@ def draw_speed(report, best, names):
                 axis.barh(line, value, color=colour, alpha=0.75, xerr=half, error_kw={"lw": 1.2})
                 axis.text(0.05, line, f"{value:.2f}", va="center", fontsize=10)
         axis.axvline(1, color=BLACK, linewidth=1)
-        axis.set(xlabel="times the speed of generate", xlim=(0, None))
+        axis.set(xlabel="times the speed of generate", xlim=(0, 1.05 * widest))
         axis.grid(axis="y", visible=False)
-    axis.set_yticks(range(len(names)), reversed(names))
+    axis.set_yticks(range(len(names)), [f"{name}, packed" if name in packed else name for name in names[::-1]])
     for colour, owner in ((GREY, "transformers' own"), (GREEN, "sequoia.py")):
         axis.plot([], [], "s", color=colour, label=owner)
     report.picture("speed", fig, axis)
@@ -777,7 +779,7 @@ def step(args, report):
     raise ValueError("no step with a rejection and two accepted children was found: raise --count")
 
 def show_step(report, step, tried, words, before):
-    """The nodes from top to bottom, those below a node after it; on the right the mask in the same order."""
+    """The nodes from top to bottom, those below a node after it; on the right what each of them sees."""
     tree = step.tree
     added = "".join(words[node] for node in (*step.path, -1))
     report.say(f"One step after `{before[-40:]!r}` adds `{added!r}`. A child is accepted with the chance "
@@ -788,7 +790,7 @@ def show_step(report, step, tried, words, before):
     paths = [*tree.paths, [*tree.paths[step.path[-1]], tree.size]]
     order = sorted(range(len(paths)), key=paths.__getitem__)
     row = {node: line for line, node in enumerate(order)}
-    columns = [node for node in order if node < tree.size]
+    columns = [*range(tree.size)]                       # in level order, as everywhere in the file
     for node, path in enumerate(paths):
         kind = "accepted" if node in step.path else "rejected" if node in tried else "not tried"
         kind = "the text" if node == 0 else "the target's own" if node == tree.size else kind
@@ -798,7 +800,8 @@ def show_step(report, step, tried, words, before):
         if node:
             axis.plot([x - 1.5, x - 1.5, x], [row[path[-2]], y, y], color=colour,
                       zorder=1 + (kind != "not tried"))
-        axis.text(x, y, words[node].replace(" ", "␣"), va="center", ha="center", color=colour,
+        name = f"{node} {words[node].replace(' ', '␣')}" if node < tree.size else words[node].replace(" ", "␣")
+        axis.text(x, y, name, va="center", ha="center", color=colour,
                   family="monospace", zorder=9, bbox={"boxstyle": "round", "fc": "white", "ec": colour})
         if node in tried:
             axis.text(7.6, y, "target {:.2f}  draft {:.2f}".format(*tried[node]), va="center", color=colour)
@@ -809,7 +812,7 @@ def show_step(report, step, tried, words, before):
             axis.add_patch(pyplot().Rectangle((x, y - 0.4), 0.5 + 0.4 * (other == "text"), 0.8, color=shade))
     for kind, colour in KINDS.items():
         axis.plot([], [], "s", color=colour, label=kind)
-    for x, title in ((0.8, "the tree"), (7.6, "its probabilities"), (12.5, "the mask (text, then nodes)")):
+    for x, title in ((0.8, "the tree"), (7.6, "its probabilities"), (12.5, "the mask (text, nodes 0 to 7)")):
         axis.text(x, -1, title, va="center", weight="bold")
     axis.set(xlim=(0.5, 18.4), ylim=(len(paths) - 0.4, -1.4))
     axis.axis("off")

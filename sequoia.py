@@ -51,8 +51,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 __all__ = """Decoder METHODS NONE NO_TREE Planner Step Tree chain expected_tokens generate k_ary offload
              optimal_tree pack plan sample_and_verify sequences step_plainly verify_one_node""".split()
 
-# No parent, child, rank or token. As an index it is the last element, so tensors that it indexes end in it.
-NONE = -1
+NONE = -1              # no parent, child, rank or token
 
 # --- 1  Token trees (paper 3.1) -----------------------------------------------------------------------------
 class Tree(tuple):
@@ -217,7 +216,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.level_of[node] == len(noise):         # the first parent on its level
-                # A level can share noise: only one of its nodes is reached, and earlier levels decide which.
+                # A level can share noise: the walk reaches at most one of its nodes, and which one, only the
+                # noise of earlier levels decides. So where a node is reached, its level's noise is still fresh.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -364,7 +364,9 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores. Each is a function of ids,
-    (1, length), and scores, (1, V). But if all are in TEXT_BLIND, they get None, and many nodes' scores."""
+    (1, length), and scores, (1, V), so a node at a time is shaped, after its own text. But if all are in
+    TEXT_BLIND, ids say nothing to them, and many nodes are shaped at once: then they are given None for ids,
+    and scores of (rows, V)."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -661,7 +663,8 @@ class TreeStep:
         method = sampling.method
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
         # 0. The tree takes its place after the text. A static step needs fixed shapes, so it reads all slots,
-        # and the mask hides free ones. Every step on a GPU does, as attention sets up each new shape anew.
+        # and the mask hides free ones. Every step on a GPU does, because torch 2.11's attention took up to
+        # 100 ms there to set itself up for each new length.
         reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, reach)
         # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
@@ -808,6 +811,7 @@ class Planner:
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
+        self.c = None                           # until it is known
         self.tree = shape
         self.trials = []
         if not isinstance(shape, Tree):
@@ -843,20 +847,22 @@ class Planner:
     def __str__(self):
         times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
                           for tree, seconds in self.seconds.items() if tree in (*self.trials, self.tree))
+        c = "" if self.c is None else f"; of a draft pass {1e3 * self.c:.1f}"
         return (f"first, second, third child accepted {self.acceptance.rates()[:3].round(2)}; "
-                f"least ms of a step: {times or 'none timed'}")
+                f"least ms of a step: {times or 'none timed'}{c}")
 
     def plan_again(self, rates):
         # A shape goes by tokens alone.
-        sizes, t, c = self.latency() if self.trials else ([1], [1.0], 0.0)
+        sizes, t, self.c = self.latency() if self.trials else ([1], [1.0], 0.0)
 
         def tokens_per_second(tree):
-            return expected_tokens(tree, rates) / (np.interp(tree.size, sizes, t) + (tree.depth - 1) * c)
+            seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * self.c
+            return expected_tokens(tree, rates) / seconds
 
         tree = self.shape
         if self.trials:
             # Half as many nodes again as the largest timed size may take no longer: that will be timed.
-            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], c)
+            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], self.c)
         elif not isinstance(tree, Tree):
             tree = likeliest_tree(rates, *tree)
         if tokens_per_second(tree) > self.worth * tokens_per_second(self.tree):
@@ -1032,9 +1038,9 @@ class Decoder:
             stop_strings = None                 # or `generate` would ask for the tokenizer, too
         if tokenizer and assistant_tokenizer:
             warn_of_other_tokens(tokenizer, assistant_tokenizer)
-        return model.generate(
-            generation_config=generation_config, stopping_criteria=criteria, stop_strings=stop_strings,
-            custom_generate=partial(self, streamer=kwargs.get("streamer")), **kwargs)
+        kwargs["custom_generate"] = partial(self, streamer=kwargs.get("streamer"))
+        return model.generate(generation_config=generation_config, stopping_criteria=criteria,
+                              stop_strings=stop_strings, **kwargs)
 
     # cuDNN, which torch 2.11 prefers on an H200, takes 100 ms and more for each new number of nodes.
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -1137,6 +1143,8 @@ def checked(model):
         "it is recurrent": model._is_stateful,
         "it masks in its own way": config.model_type in ("doge", "gpt_neo"),     # in texts too long to probe
         "it is in training mode: call its eval()": model.training,
+        "its device map spreads it over several GPUs: share it by torchrun":
+            len({*getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1,
         "its first weights are on a disk": model.device.type == "meta",
         "ranks may share it by tensor parallelism alone": model.tp_size == 1,
         f"{model.tp_size} ranks cannot share its KV heads evenly":

@@ -1134,7 +1134,8 @@ def test_both_ways_in_take_what_a_tokenizer_gives_and_what_says_nothing_and_retu
     encoded = dict(input_ids=prompt_of(10), attention_mask=torch.ones(1, 10).long(), pixel_values=None,
                    position_ids=torch.arange(10)[None])
     for inputs in (prompt_of(10).int(), encoded, transformers.BatchEncoding(encoded)):
-        assert Decoder(target, draft).generate(inputs, use_cache=False, num_beams=1, **greedy).equal(expected)
+        given = dict(use_cache=False, num_beams=1, custom_generate=None, **greedy)
+        assert Decoder(target, draft).generate(inputs, **given).equal(expected)
     out = sequoia.generate(target, encoded, assistant_model=draft, prompt_lookup_num_tokens=3,
                            return_dict_in_generate=True, **greedy)
     assert out.sequences.equal(expected)
@@ -1305,11 +1306,13 @@ REFUSED = {
     "SynthID": dict(watermarking_config=transformers.SynthIDTextWatermarkingConfig(5, 9 * [5])),
     "OpenAIGPT.* does not keep one KV entry": dict(model=small_model("OpenAIGPT")),
     "4 ranks cannot share its KV heads evenly": dict(model=small_model("Llama", num_key_value_heads=2)),
+    "over several GPUs: share it by torchrun": dict(model=small_model("Llama")),
     "CpmAnt.* does not keep": dict(model=small_model("CpmAnt", prompt_types=32, dim_head=8, dim_ff=48)),
     "a cache of your own": dict(past_key_values=transformers.DynamicCache()),
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
 
 REFUSED["4 ranks cannot share its KV heads evenly"]["model"]._tp_size = 4
+REFUSED["over several GPUs: share it by torchrun"]["model"].hf_device_map = {"model": 0, "lm_head": 1, "": "cpu"}
 
 @quick
 @pytest.mark.parametrize("words", REFUSED)
