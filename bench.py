@@ -155,7 +155,7 @@ def panels(rows, height):
         axis.set_title("" if temperature is None else named(temperature))
     return fig, list(zip(axes[0], groups.values()))
 
-def draw_by_column(report, name, rows, x, y, styles):
+def draw_by_column(report, name, rows, x, y, styles, scale="linear"):
     """A table's columns against column x, with their intervals. y: their axis. styles: colours and lines."""
     fig, found = panels(rows, 3.9)
     for axis, mine in found:
@@ -171,7 +171,7 @@ def draw_by_column(report, name, rows, x, y, styles):
         axis.set_xticks(ticks, ticks)
         axis.set_xlabel(x)
     # All panels share it, so this has to wait until all are drawn.
-    found[0][0].set(ylabel=y, ylim=(0, None))
+    found[0][0].set(ylabel=y, yscale=scale, ylim=(0 if scale == "linear" else None, None))
     report.picture(name, fig, axis)
 
 # --- 3  Pairs of models, texts and requests -----------------------------------------------------------------
@@ -606,22 +606,15 @@ def acceptance(args, report):
     ranks = np.arange(1, max(CHILDREN) + 1)
     rows = [{"child": rank} for rank in ranks.tolist()]
     slopes = []
-    rejected = {}
     for temperature, mine in vectors.items():
         for row, column in zip(rows, np.transpose(mine)):
             row[named(temperature)] = estimate(lambda total: total / args.count, column)
-        rejected[temperature] = (1 - np.mean(mine, axis=0).cumsum()).clip(1e-9)
-        slope, _ = np.polyfit(np.log(ranks), np.log(rejected[temperature]), 1)
+        rejected = (1 - np.mean(mine, axis=0).cumsum()).clip(1e-9)
+        slope, _ = np.polyfit(np.log(ranks), np.log(rejected), 1)
         slopes.append(f"{-slope:.2f} ({named(temperature)})")
     report.table(f"How often each child is the accepted one, 128 positions each of {args.count} texts", f"""
         Exact for the children proposed. The chance that all of k children are rejected falls about like k^-b
         (Definition 3.5). Lines fitted to the logarithms give b = {", ".join(slopes)}.""", rows)
-    if report.draws:
-        fig, ((axis, _),) = panels([{}], 3.6)
-        for colour, (temperature, mine) in zip((BLUE, GREEN, ORANGE), rejected.items()):
-            axis.loglog(ranks, mine, color=colour, label=named(temperature))
-        axis.set(xlabel="children", xticks=CHILDREN, xticklabels=CHILDREN, ylabel="all are rejected")
-        report.picture("acceptance", fig, axis)
 
 def both_scores(pair, args):
     """Yields a temperature, and both models' scores after each of a text's last tokens, (128, V)."""
@@ -677,7 +670,8 @@ def verification(args, report):
         is better. Exact for the children proposed. `/`: a ratio of rates at the same positions.""", rows)
     if report.draws:
         draw_by_column(report, "verification", rows, "children", "rejection rate", {
-            "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"), "naive": (GREY, ":")})
+            "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"), "naive": (GREY, ":")},
+            scale="log")                # where a power law is a straight line
 
 # --- 12  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
 def scaling(args, report):

@@ -6,11 +6,16 @@ possible continuations, and the large *target* model scores all of them in one p
 keeps one path of the tree and adds one more token. The rule is lossless: every token has exactly the
 distribution that the target alone would have given it.
 
-A step with a tree T of n nodes on d levels adds F(T) tokens on average. It takes d - 1 draft passes of c
-seconds each, and t(n) seconds for everything else. Plain decoding adds one token in t(1) seconds, so the
-speed-up is F(T) t(1) / (t(n) + (d - 1) c). F(T), and which tree is best, rest on an assumption: that the
-chance of a child depends on its rank (and level) alone, not on the text (Definition 3.1). Losslessness does
-not. The method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
+For example, after "the cat" the draft may propose this tree of five nodes on three levels. The target accepts
+" sat" and " on", and adds " my", so one pass of the target has written three tokens:
+
+    " cat"─┬─" sat"─┬─" on"          accepted: " sat", then " on"
+           │        └─" by"          the target's own: " my"
+           └─" was"
+
+Which tree is best rests on an assumption: that the chance of a child to be accepted depends on its rank among
+its siblings (and on its level) alone, not on the text (Definition 3.1). That the text is right does not. The
+method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
     paper        here                      what it is, and where the paper defines it
     T            Tree, tree                a token tree; its root is the text's last token (paper 3.1)
@@ -113,10 +118,12 @@ def k_ary(k, depth):
 
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
-RULED_OUT = -torch.inf  # a target's token that is impossible: it is never drawn
-LOWERED_BY = 100        # subtracted from a draft's token that top-k, top-p or min-p cut: it comes late
-LOWEST = -1e9           # of a draft's token that is impossible: it comes last, because the target may want it
-TRIED = -3e38           # a draft's token that was rejected: below all others, but it may be in a softmax
+# Where the best token's score is 0, a draft's others fall into grades, each so far below those before it that
+# a softmax sees only the best grade that is left:
+LOWERED_BY = 100        # subtracted where top-k, top-p or min-p cut a token: it is proposed after all others
+LOWEST = -1e9           # the draft says that it is impossible: proposed last, because the target may want it
+TRIED = -3e38           # it was rejected: never again, but finite, because a softmax of nothing would be NaN
+RULED_OUT = -torch.inf  # the target's alone: impossible, and never drawn
 
 uniform = partial(torch.rand, dtype=torch.float64)      # (rows, n) random numbers, 0 <= u < 1, of 53 bits
 
@@ -163,25 +170,31 @@ def never_ruled_out(log_Q, lowest=LOWEST):
 #     residual: max(P - Q, 0)     .3   0    .1   .4     and this sum is the chance of a rejection
 #     together                    .5   .3   .2   1      = P
 #
-# With several children, use induction. After a rejection the token must be drawn from R, whichever token was
-# rejected, and the next child comes from D, the draft without that token. That is the same task again, with R
-# and D for P and Q, and with one child less. Once no child is left, the token is drawn from R itself.
+# So after a rejection the token must be drawn from the residual, divided by its sum. With several children
+# that is the next one's task, which is the same again, with R, the residual, for P, and with D, the draft
+# without the rejected token, for Q. Say that b was rejected:
 #
-# Sequoia is robust (Theorem 3.7), which means two things. A single child is accepted with the chance
-# sum of min(P, Q), and no lossless rule has a larger one (optimal transport); this counts at high
-# temperatures, where P and Q overlap. And if the children include all tokens with P > 0, one of them is
-# always accepted (cover); this counts at low temperatures, where few tokens are likely. Why? A rejected token
-# had R < D, so the next R is 0 there. Once only one of these tokens is left, R is 1 there, and its ratio is
-# at least 1. The children include them if k = V, or if Q allows only k tokens, and those are among them.
-# Others lack one of the two. With P = (1, 0), Q = (.5, .5) and k = 2, SpecInfer and SpecTr, which draw with
-# replacement, reject the second token twice in 1 of 4 cases. With P = Q = (.6, .4) and k = 1, top-k accepts
-# in .6 of all cases and naive in .52, where Sequoia always does.
+#     the token must follow R     .75  0    .25  1      the residual above / .4
+#     the draft proposes by D     .67  0    .33  1      Q without b / .3
+#     accepted: min(R, D)         .67  0    .25  .92
+#     residual: max(R - D, 0)     .08  0    0    .08    and so on; after the last child it gives the token
+#     together                    .75  0    .25  1      = R
+#
+# Sequoia is robust (Theorem 3.7), which means two things.
+# Optimal transport: a single child is accepted with the chance sum of min(P, Q), and no lossless rule has a
+# larger one. This counts at high temperatures, where P and Q overlap.
+# Cover: if the children include all tokens with P > 0, one of them is accepted. This counts at low
+# temperatures, where few tokens are likely. Why? A rejected token had R < D, so the next R is 0 there. If all
+# of these tokens but one were rejected, R is 1 at the last one, and 1 / D is at least 1. (The children
+# include them if k = V, or if Q allows only k tokens, which are then all proposed, and P no others.)
+# Section 10 has methods that lack one of the two.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
 
     Returns (rank, None) if a child is accepted; otherwise (NONE, R), and the token is then to be drawn from
-    R, the residual, (V,). say: is given a line of text for each child tried, where word(token) names it."""
+    R, the residual, (V,). Once nothing is left of D, all tokens not tried yet are equally likely in it.
+    say: is given a line of text for each child tried, where word(token) names it."""
     R, D = P, Q
     for rank, s in enumerate(tokens):
         ratio = R[s] / D[s]
@@ -216,8 +229,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.level_of[node] == len(noise):         # the first parent on its level
-                # A level can share noise: the walk reaches at most one of its nodes, and which one, only the
-                # noise of earlier levels decides. So where a node is reached, its level's noise is still fresh.
+                # A level shares noise, which is faster than noise for each node. It may, because the walk
+                # reaches at most one of its nodes, and which one, only the noise and the u of earlier levels
+                # decide: where a node is reached, its level's noise is still fresh.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -251,10 +265,15 @@ def expected_tokens(tree, acceptance_rates):
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20
 
-    Longer chains stop paying: with p_k for the rates and P_k for their sum up to k, a chain never adds more
-    than 1 / (1 - p_1) tokens, k sequences 1 + P_k / (1 - p_1), a k-ary tree 1 / (1 - P_k). But if all of k
-    children are rejected with a chance of at most k^-b (a power law, Definition 3.5), the best tree of n
-    nodes adds about b log n / log log n or more, which has no limit (Theorem 3.6)."""
+    However many nodes there are, F(T) stays below a limit for a fixed shape. With p, the first rate, and s,
+    the sum of the first k, these are sums of geometric series:
+
+        a chain            1 / (1 - p)            for rates of 0.6, 0.2, 0.1: 2.5
+        k sequences        1 + s / (1 - p)        for k = 3: 3.25
+        a k-ary tree       1 / (1 - s)            for k = 3: 10, but of 3^d nodes
+
+    The best trees have no limit, if all of k children are rejected with a chance of at most k^-b (a power
+    law, Definition 3.5): then F(T) grows at least like b log n / log log n (Theorem 3.6)."""
     rates = np.atleast_2d(acceptance_rates)
     chance = [1.0]
     for parent, rank in zip(tree[1:], tree.ranks[1:]):
@@ -269,12 +288,16 @@ def optimal_tree(acceptance_rates, size, depth=None):
     not fall; or (levels, ranks), row i for the children of nodes on level i, and the last row also further
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
-    Let below[j] be the most expected tokens that j nodes can add below an accepted child, and younger[j] the
-    most that they can add as its younger siblings with descendants; both are -inf if j nodes have no place.
-    Let the child, its younger siblings and all their descendants be n nodes, and the child with its own
-    descendants m of them. Then the best m is the one for which this is largest:
+    Let below[n] be the most expected tokens that n nodes can add below an accepted node, as its children and
+    their descendants. To find it, let children[n] be the same if only children of this rank and later ones
+    may be used. Of the n nodes, the child of this rank and its descendants take m, and later children the
+    others. So with row for the level's rates, and -inf where n nodes have no place:
 
-        value[n, m] = row[rank] * (1 + below[m - 1]) + younger[n - m]"""
+        children[n] = max over m of row[rank] * (1 + below_child[m - 1]) + later_children[n - m]
+
+    and below = children for the first rank. For example, with rates of 0.6 and 0.2 and two nodes: both go
+    into the first child's line, 0.6 * (1 + 0.6) = 0.96, because two siblings would add 0.6 + 0.2 = 0.8. It
+    takes O(size^2) steps for each level and rank."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
     depth = min(size, depth or size)
     n = np.arange(size)[:, None]
@@ -283,16 +306,16 @@ def optimal_tree(acceptance_rates, size, depth=None):
     no_child[0] = 0.0
     below = no_child                                            # below the last level no node has a place
     best_m = {}                                                 # by level and rank: for each n
-    for level in reversed(range(depth - 1)):                    # because a level needs `below` first
+    for level in reversed(range(depth - 1)):                    # the children's level comes before
         row = rates[min(level, len(rates) - 1)]
-        younger = no_child
-        for rank in reversed(range(len(row))):                  # and a child needs `younger`
+        children = no_child
+        for rank in reversed(range(len(row))):                  # and so do later children
             # Where m > n the index wraps around, and is masked.
-            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + younger[n - m], -np.inf)  # (n, m)
+            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + children[n - m], -np.inf)     # (n, m)
             best_m[level, rank] = 1 + value.argmax(axis=1)
-            younger = value.max(axis=1)
-            younger[0] = 0.0                                    # where n is 0, all m were masked
-        below = younger                         # all children are the eldest one and its younger siblings
+            children = value.max(axis=1)
+            children[0] = 0.0                                   # where n is 0, all m were masked
+        below = children
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
@@ -324,9 +347,12 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     accepted = []
     for rank in range(tokens.shape[1]):
         token = tokens[:, rank, None]                                                       # (rows, 1)
+        # A missing child takes nothing from R, because D is 0. (That token 0 is marked for it below does no
+        # harm, because only missing ones follow.)
         exists = token != NONE
         s = token.clamp(min=0)
-        # A missing child takes nothing from R. (Below, it marks token 0, but only missing ones follow.)
+        # When all that the draft allows is TRIED, only tokens at LOWEST are left, all of them alike: lines 12
+        # to 15 of Algorithm 2, without a special case.
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
@@ -341,11 +367,12 @@ def first_accepted(accepted):
     return torch.where(found, rank, NONE)
 
 class Method(namedtuple("Method", "propose verify choose", defaults=[None])):
-    """How children are proposed and verified: by Sequoia's functions above, or by those of section 10.
+    """How children are proposed and verified: by the two functions above, or by those of section 10.
 
     propose     log_Q, k, rand -> tokens, (rows, k)
     verify      P, log_Q, tokens, u -> ranks and weights
-    choose      called like propose, for the target's own token, which a child must match; or None"""
+    choose      None for Sequoia. Others choose the target's token first, and accept the child that equals it:
+                this draws it, and is called like propose"""
 
     def target_P(self, scores, rand):
         """P from the target's scores, (rows, V). If it has chosen a token, P is 1 there and 0 elsewhere."""
@@ -431,8 +458,9 @@ class Sampling:
 # nothing. So each step's first draft pass feeds previous, too. (An entry that was there is written again.)
 
 class Layout:
-    """Everything about a step that the tree alone decides, as tensors. `children` and `passes` index the
-    step's tokens: for the tree above 0 to 3 are the nodes', 4 previous, 5 unread (for padding), and -1 NONE.
+    """Everything about a step that the tree alone decides, as tensors. For the tree above:
+
+        the step's tokens, by index:   root 0   node 1   node 2   node 3   previous 4   unread 5   NONE -1
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -555,19 +583,7 @@ class CachedModel:
     def forward(self, store, tokens, nodes, slots, positions, mask, read_positions):
         """`node_logits` as a function of tensors alone, for `pack` to trace. The store is one of them, as
         `reserve` may make a new one, and a trace would go on with what it has seen."""
-        written = slots[nodes]
-
-        def update(key_states, value_states, layer_idx, *args, **kwargs):
-            # Each layer's attention calls this with new keys and values, and attends to those returned.
-            read = []
-            for index, states in enumerate((key_states, value_states), start=2 * layer_idx):
-                stored = store[index, None, : states.shape[1], :, : states.shape[3]]        # a view
-                stored.index_copy_(2, written, states.to(stored))
-                read.append(stored[:, :, : read_positions.shape[0]].to(states))
-            return read
-
-        cache = transformers.Cache(layers=[])
-        cache.update = update           # given masks and positions, a model asks its cache for nothing else
+        cache = TreeCache(store, slots[nodes], read_positions.shape[0])
         full = windowed = mask[nodes][None, None].to(store)                     # (1, 1, nodes, reach)
         if self.window:
             windowed = full.masked_fill(positions[nodes, None] - read_positions >= self.window, RULED_OUT)
@@ -576,6 +592,26 @@ class CachedModel:
         ids = tokens[nodes].clamp(0, self.vocabulary - 1)[None]
         return self.model(input_ids=ids, position_ids=positions[nodes][None], past_key_values=cache,
                           attention_mask=masks if self.layer_types else windowed).logits[0]
+
+class TreeCache(transformers.Cache):
+    """What a pass over nodes gets for its KV cache: a CachedModel's store, of which it writes some slots, and
+    then reads the first `reach`. A model that is given masks and positions asks its cache for nothing else
+    than `update`. It calls that in each layer, (1, heads, nodes, head size) each, with keys that are rotated
+    already, and attends to those that it gets back."""
+
+    def __init__(self, store, written, reach):
+        super().__init__(layers=[])
+        self.store = store
+        self.written = written          # (nodes,)
+        self.reach = reach
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        read = []
+        for index, states in enumerate((key_states, value_states), start=2 * layer_idx):
+            stored = self.store[index, None, : states.shape[1], :, : states.shape[3]]       # a view
+            stored.index_copy_(2, self.written, states.to(stored))
+            read.append(stored[:, :, : self.reach].to(states))
+        return read
 
 # --- 8  The step on a device --------------------------------------------------------------------------------
 # Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
@@ -642,7 +678,7 @@ class TreeStep:
         begun = time.perf_counter()
         self.base.fill_(len(text) - 1)
         self.tokens[0] = text[-1]
-        self.tokens[self.layout.previous] = text[-2:][0]
+        self.tokens[self.layout.previous] = text[-2:][0]            # of a text of one token, that one
         if self.graph:
             self.graph.replay()
         else:
@@ -657,51 +693,62 @@ class TreeStep:
     def on_device(self, text, sampling, logits=None):
         """The last accepted node, the next token, and all nodes' tokens, in one tensor, (2 + size,). A static
         step may not use the text's values or length, because a graph goes on with those of its capture."""
-        target, draft = self.models
-        tokens = self.tokens
+        target, _ = self.models
         layout = self.layout
-        method = sampling.method
-        scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=tokens, text=text)
+        scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=self.tokens, text=text)
         # 0. The tree takes its place after the text. A static step needs fixed shapes, so it reads all slots,
         # and the mask hides free ones. Every step on a GPU does, because torch 2.11's attention took up to
         # 100 ms there to set itself up for each new length.
         reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, reach)
-        # 1. The draft grows the tree: one pass over the parents of a level gives all their children.
-        new = text.new_zeros if self.static else text.new_empty             # nobody reads the rows of leaves
-        log_Q = new(layout.tree.size, target.vocabulary, dtype=torch.float32)
-        for parents, fed, proposed in layout.passes:
-            said = resized(draft.node_logits(tokens, fed, place)[-len(parents) :], target.vocabulary)
-            scores = scores_of(said, is_draft=True, nodes=parents)
-            log_Q.index_copy_(0, parents, scores)
-            # The nodes of a level share a row of random numbers, see `step_plainly`.
-            tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
+        # 1. The draft grows it.
+        log_Q = self.grow(place, sampling.method, scores_of)
         # 2. The target scores it, in one pass. (Ranks agree on what they feed it, and in 4 on what they add.)
         if logits is None:
-            logits = target.node_logits(target.agree(tokens), layout.nodes, place)      # (size, V)
+            logits = target.node_logits(target.agree(self.tokens), layout.nodes, place)     # (size, V)
         # 3. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.tree.branching)
 
         def try_children(rows, k):
-            children = layout.children[rows, :k]
+            """Tries the first k children of some nodes. rows: a slice, of one node or of all."""
             scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
-            P = method.target_P(scores, self.rand)
+            P = sampling.method.target_P(scores, self.rand)
             if not k:
                 return NONE, P                  # at a leaf
-            return method.verify(P, log_Q[rows], tokens[children], u[rows, :k])
+            tokens = self.tokens[layout.children[rows, :k]]
+            return sampling.method.verify(P, log_Q[rows], tokens, u[rows, :k])
 
         node, weights = (walk_in_graph if self.static else walk)(layout, try_children)
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
-        result = target.agree(torch.cat([node, token, tokens[layout.nodes]]))
-        # 5. The accepted nodes' entries move up behind the root. (Copies of previous fill free slots.)
-        if layout.passes:
-            path = layout.paths[result[:1]][0]                                          # (depth,)
-            slots, *_ = place
-            for model in self.models:
-                entries = model.store.index_select(2, slots[path])
-                model.store.index_copy_(2, slots[: len(path)], entries)
+        result = target.agree(torch.cat([node, token, self.tokens[layout.nodes]]))
+        # 5. The accepted nodes' entries move up behind the root.
+        self.keep(place, layout.paths[result[:1]][0])
         return result
+
+    def grow(self, place, method, scores_of):
+        """Fills in the nodes' tokens: a draft pass over the parents of a level gives all their children.
+        Returns the draft's scores, log_Q, (size, V), in the rows of parents."""
+        target, draft = self.models
+        # Nobody reads the rows of leaves, but a graph verifies them, too.
+        new = self.tokens.new_zeros if self.static else self.tokens.new_empty
+        log_Q = new(self.layout.tree.size, target.vocabulary, dtype=torch.float32)
+        for parents, fed, proposed in self.layout.passes:
+            logits = draft.node_logits(self.tokens, fed, place)[-len(parents) :]        # without previous's
+            scores = scores_of(resized(logits, target.vocabulary), is_draft=True, nodes=parents)
+            log_Q.index_copy_(0, parents, scores)
+            # The nodes of a level share a row of random numbers, see `step_plainly`.
+            shared = lambda rows, n: self.rand(1, n)
+            self.tokens[proposed] = method.propose(scores, proposed.shape[1], shared)
+        return log_Q
+
+    def keep(self, place, path):
+        """Moves the entries of an accepted path's nodes, (depth,), to the slots behind base, in both caches.
+        A path that is padded with previous leaves copies of it in slots that are free anyway."""
+        slots, *_ = place
+        for model in self.models if self.layout.passes else ():
+            entries = model.store.index_select(2, slots[path])
+            model.store.index_copy_(2, slots[: len(path)], entries)
 
     def capture(self, text, sampling):
         try:
@@ -735,13 +782,16 @@ GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardl
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
-WORTH_A_LOOK = 30       # if steps done plus steps left are fewer, not even a step without a tree would pay,
-WORTH_TRIALS = 130      # and if they are fewer than these, no other trials
+# Trials lose time, which later steps must gain back:
+WORTH_A_LOOK = 30       # in fewer steps, done and to come, not even steps without a tree would pay
+WORTH_TRIALS = 130      # in fewer steps no other trials would pay
+TOKENS = 2              # that a step adds, to tell how many steps are to come
+CAPTURE = 30            # a trial whose tree is captured takes as long as so many others
 DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
 
 def likeliest_tree(rates, size, depth):
-    """`optimal_tree` where rates fall, in milliseconds, or a smaller one if no tree is that large. rates:
-    (ranks,), falling.
+    """A fast `optimal_tree` for rates, (ranks,), that fall. It takes milliseconds, and where no tree is as
+    large as `size`, it returns the largest.
 
     As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the likeliest
     nodes always form a tree, and as F(T) is the sum of chances, it is the best one of that size."""
@@ -753,13 +803,17 @@ def likeliest_tree(rates, size, depth):
         if len(path) < depth - 1:
             for rank, rate in enumerate(rates):
                 heappush(waiting, (chance * rate, (*path, rank)))
+    # Sorted by length, and then by ranks, paths are in level order.
     number = {path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
     return Tree(number[path[:-1]] if path else NONE for path in number)
 
 def plan(rates, sizes, t, c):
     """The tree that adds most tokens per second, of up to the largest size, or none.
 
-    rates: (ranks,), falling. sizes: rising from 1. t: t(n) for these, in seconds. c: of a draft pass."""
+    rates: (ranks,), falling. sizes: rising from 1. t: t(n) for these, in seconds. c: of a draft pass.
+
+    For d = 1, 2, ... levels it keeps the largest chances of nodes, sorted. Their sum up to n is F of the best
+    tree of n nodes (see `likeliest_tree`), so one array answers for all n."""
     def likeliest(chances):
         return np.sort(chances, axis=None)[::-1][: sizes[-1]]                           # (nodes,)
 
@@ -789,25 +843,27 @@ class AcceptanceRates:
                 self.accepted[rank] += child in step.path
 
     def rates(self):
-        """p_1, p_2, ..., which are made to fall, see `likeliest`."""
+        """p_1, p_2, ..., which are made to fall, as `likeliest_tree` needs it."""
         return np.minimum.accumulate(self.accepted / self.had)
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
     shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest.
 
-    tree: the plan. due: the trees of the next steps, in order; when they have been timed, a plan is made:
+    tree: the plan. due: the trees of the next steps, in order. When all of them have been timed, `plan_again`
+    makes a plan, and says what is due next. For example, with 8x4 for 8 nodes on 4 levels:
 
-        1. at first due are the first tree, no tree, and sequences of the first tree's size, each TIMINGS
-           times. Once a step without a tree has been timed, no tree is the plan where it is clearly faster
-        2. `plan` chooses a tree. Near its size t(n) may be a guess, so a tree halfway to the next larger
-           timed size is due TIMINGS times, unless a size near that one was timed. Then 2 comes again
-        3. otherwise the plan is due for as many steps as so far, 1's trees once more, and 2 again"""
+        8x4 8x4 8x4  none none none  8x8 8x8 8x8     three trials; 8x8 is a chain, whose 7 draft passes tell c
+        12x5 12x5 12x5                               a plan of a size that was not timed is timed at once
+        12x5 ... 12x5  8x4  none  8x8                a known one stays for as many steps as so far; then the
+                                                     trials' times are made fresh, and a new plan is made
+
+    In a short text no trial pays, so the plan is used instead (`next_tree`). Until there is one, it is the
+    first tree, or no tree where steps without one have turned out to be clearly faster (`learn`)."""
 
     def __init__(self, shape, on_gpu=False):
         self.shape = shape
-        # How many times as fast another tree must be to be the plan: on a GPU it is worth a capture.
-        self.worth = 1.05 if on_gpu else 1.0
+        self.least_gain = 1.05 if on_gpu else 1.0       # of another tree, which a GPU must capture
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
         self.steps = 0
@@ -824,9 +880,9 @@ class Planner:
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
-        # Trials lose time, which later steps must gain back. A step adds about two tokens.
-        worth = WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK
-        return self.tree if self.steps + tokens_left / 2 < trial_cost * worth else self.due[0]
+        steps_in_all = self.steps + tokens_left / TOKENS
+        needed = trial_cost * (WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK)
+        return self.due[0] if steps_in_all >= needed else self.tree
 
     def learn(self, step):
         """Learns from a step which of the children were accepted, and how long it took."""
@@ -837,9 +893,10 @@ class Planner:
             if step.tree == self.due[0]:
                 del self.due[0]
         rates = self.acceptance.rates()
+        timed = [tree for tree in self.trials if tree in self.seconds]
         if not self.due:
             self.plan_again(rates)
-        elif self.trials and self.seconds.keys() & {*self.trials} == {*self.trials[:2]}:
+        elif timed and timed == self.trials[:2]:        # the first tree and none, but not the third yet
             first = self.trials[0]
             gained = expected_tokens(first, rates) * min(self.seconds[NO_TREE])
             self.tree = NO_TREE if gained < DOUBT * min(self.seconds[first]) else first
@@ -865,7 +922,7 @@ class Planner:
             tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], self.c)
         elif not isinstance(tree, Tree):
             tree = likeliest_tree(rates, *tree)
-        if tokens_per_second(tree) > self.worth * tokens_per_second(self.tree):
+        if tokens_per_second(tree) > self.least_gain * tokens_per_second(self.tree):
             self.tree = tree
         if not self.trials or any(0.8 * size <= self.tree.size <= 1.25 * size for size in sizes):
             self.due = max(self.steps, 8) * [self.tree] + self.trials
@@ -885,6 +942,9 @@ class Planner:
         return sizes, t, c
 
 # --- 10  Other methods --------------------------------------------------------------------------------------
+# SpecInfer and SpecTr draw children with replacement, and so lack cover: with P = (1, 0), Q = (.5, .5) and
+# two children both are the second token in 1 of 4 cases, and are rejected. naive and topk match the target's
+# own token, and lack optimal transport: with P = Q = (.6, .4) and one child they accept it with .52 and .6.
 def propose_independent(log_Q, k, rand):
     """Draws k independent children in each row, as SpecInfer does."""
     return draw(log_Q.softmax(dim=1), rand(len(log_Q), k))
@@ -978,8 +1038,9 @@ class Decoder:
 
     draft        a model of the same tokens; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest, which begins with 8 nodes (on a GPU 64), tries steps without a tree in texts of
-                 60 tokens or more, and other trees of 260 (on a GPU, which captures each, of 30 times that)
+                 fastest. It begins with 8 nodes (on a GPU 64). In texts of 60 tokens or more it tries steps
+                 without a tree, and in those of 260 other trees. (On a GPU, which captures each tree, texts
+                 must be 30 times as long.)
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
@@ -1008,15 +1069,15 @@ class Decoder:
         on_gpu = target.device.type == "cuda"
         self.planners = defaultdict(partial(Planner, shape, on_gpu))    # one for each way of sampling
         known, draft_knows = ((model.vocabulary, model.context) for model in models)
-        if known != draft_knows:
-            warnings.warn(f"the draft's vocabulary and context are {draft_knows}, the target's {known} tokens."
-                          f" Guesses of other tokens are lost, and longer texts go on without a tree")
+        if draft_knows[0] != known[0] or draft_knows[1] < known[1]:
+            warnings.warn(f"the draft's vocabulary and context are {draft_knows}, the target's {known}: "
+                          f"guesses of other tokens are lost, and longer texts go on without a tree")
         # A pass of several ranks, or with weights on several devices or on the host, needs the host.
         devices = {weight.device for weight in target.parameters()}
         self.cuda_graph = cuda_graph and on_gpu and devices == {target.device} and not target.tp_size
         # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
         memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
-        # Kept for their graphs. capacity and key are not used, but a graph is valid for one of each only.
+        # Steps are kept for their graphs. A graph is valid for one tree, capacity and way of sampling (key).
         self.step_for = lru_cache(16)(lambda tree, static, capacity, key:
                                       TreeStep(tree, models, generator, static, memory))
 
@@ -1098,13 +1159,7 @@ class Decoder:
                               f"{self.target.context} tokens, as its configuration gives it")
                 return
             static = self.cuda_graph and not sampling.reads_text
-            # To capture a trial's tree takes as long as many steps.
-            tree = planner.next_tree(left, 30 if static else 1)
-            if len(text) - 1 + tree.depth > min(self.target.context, self.draft.context):
-                tree = NO_TREE
-            # Levels behind the text's end are cut, but not if static, as to capture a cut tree takes longer.
-            if tree.depth > left and not static:
-                tree = Tree(tree[: tree.level_of.index(left)])
+            tree = self.choose_tree(planner, len(text), left, static)
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 # (Ids are clamped as in `forward`. `cpu` waits, or a GPU would add this to the step's time.)
@@ -1116,6 +1171,16 @@ class Decoder:
             step = run(text, sampling)
             self.cuda_graph &= run.static == static     # one capture that fails is the last attempt
             planner.learn(step)
+
+    def choose_tree(self, planner, length, left, static):
+        """The tree of the next step after a text of this length, which may get `left` more tokens."""
+        tree = planner.next_tree(left, CAPTURE if static else 1)
+        if length - 1 + tree.depth > min(self.target.context, self.draft.context):
+            return NO_TREE
+        # Levels behind the text's end are cut, but not if static, because to capture a cut tree takes longer.
+        if tree.depth > left and not static:
+            return Tree(tree[: tree.level_of.index(left)])
+        return tree
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
              method="sequoia", generator=None, on_step=None, cuda_graph=True, **kwargs):
