@@ -14,7 +14,7 @@ For example, after "the cat" the draft may propose this tree of five nodes on th
            └─" was"
 
 Which tree is best rests on an assumption: that the chance of a child to be accepted depends on its rank among
-its siblings (and on its level) alone, not on the text (Definition 3.1). That the text is right does not. The
+its siblings (and on its level) alone, not on the text (Definition 3.1). The text is right without it. The
 method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arXiv 2402.12374):
 
     paper        here                      what it is, and where the paper defines it
@@ -25,7 +25,7 @@ method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arX
     P, Q         P, Q                      the two models' next-token probabilities, (V,) (Algorithm 2)
     log P, log Q scores, log_Q             log-probabilities up to a constant; -inf means impossible
     R, D         R (residual), D           what rejections have left of P and of Q (Algorithm 2)
-    t(n), c      t, c                      seconds: a step without draft passes; a draft pass (paper 4.1)
+    t(n), c      t, c                      seconds: of a step's other parts; of a draft pass (paper 4.1)
 
     python sequoia.py                                            # section 14: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
@@ -229,9 +229,9 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.level_of[node] == len(noise):         # the first parent on its level
-                # A level shares noise, which is faster than noise for each node. It may, because the walk
-                # reaches at most one of its nodes, and which one, only the noise and the u of earlier levels
-                # decide: where a node is reached, its level's noise is still fresh.
+                # The nodes of a level share noise, which is faster. That is right, because step 3 reaches at
+                # most one of them. Which one, only the noise and the u of earlier levels decide. So where a
+                # node is reached, its own noise is still fresh.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -289,15 +289,16 @@ def optimal_tree(acceptance_rates, size, depth=None):
     down. Raises ValueError if no tree with these ranks and levels is that large.
 
     Let below[n] be the most expected tokens that n nodes can add below an accepted node, as its children and
-    their descendants. To find it, let children[n] be the same if only children of this rank and later ones
-    may be used. Of the n nodes, the child of this rank and its descendants take m, and later children the
-    others. So with row for the level's rates, and -inf where n nodes have no place:
+    their descendants, and best[n] the same if only children of this rank and later ones may be used, where
+    later[n] is best[n] of the next rank. Of the n nodes, let the child of this rank and its descendants take
+    m. So with row for the level's rates, and -inf where n nodes have no place:
 
-        children[n] = max over m of row[rank] * (1 + below_child[m - 1]) + later_children[n - m]
+        best[n] = max over m of value[n, m], where
+        value[n, m] = row[rank] * (1 + below[m - 1]) + later[n - m]
 
-    and below = children for the first rank. For example, with rates of 0.6 and 0.2 and two nodes: both go
-    into the first child's line, 0.6 * (1 + 0.6) = 0.96, because two siblings would add 0.6 + 0.2 = 0.8. It
-    takes O(size^2) steps for each level and rank."""
+    and below is best of the first rank, one level up. We go from the last level up, and from the last rank
+    back, so both terms are known. For example, with rates of 0.6 and 0.2 two nodes go into the first child's
+    line, 0.6 * (1 + 0.6) = 0.96, because two siblings would add 0.6 + 0.2 = 0.8."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
     depth = min(size, depth or size)
     n = np.arange(size)[:, None]
@@ -306,16 +307,17 @@ def optimal_tree(acceptance_rates, size, depth=None):
     no_child[0] = 0.0
     below = no_child                                            # below the last level no node has a place
     best_m = {}                                                 # by level and rank: for each n
-    for level in reversed(range(depth - 1)):                    # the children's level comes before
+    for level in reversed(range(depth - 1)):
         row = rates[min(level, len(rates) - 1)]
-        children = no_child
-        for rank in reversed(range(len(row))):                  # and so do later children
+        later = no_child
+        for rank in reversed(range(len(row))):
             # Where m > n the index wraps around, and is masked.
-            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + children[n - m], -np.inf)     # (n, m)
+            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + later[n - m], -np.inf)    # (n, m)
             best_m[level, rank] = 1 + value.argmax(axis=1)
-            children = value.max(axis=1)
-            children[0] = 0.0                                   # where n is 0, all m were masked
-        below = children
+            best = value.max(axis=1)
+            best[0] = 0.0                                       # where n is 0, all m were masked
+            later = best
+        below = later
     if below[-1] == -np.inf:
         raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
                          f"has {np.isfinite(below).sum()}")
@@ -460,7 +462,8 @@ class Sampling:
 class Layout:
     """Everything about a step that the tree alone decides, as tensors. For the tree above:
 
-        the step's tokens, by index:   root 0   node 1   node 2   node 3   previous 4   unread 5   NONE -1
+        tokens, by index:    0 root   1 node   2 node   3 node   4 previous   5 unread   -1 NONE
+        (padded children are written to unread, and what a missing child's index, -1, reads is always NONE)
 
         offsets    [[0, 1, 2, 3, -1],             slot minus base; the last column is for previous
                     [0, 1, 1, 2, -1]]             position minus base, likewise
@@ -703,7 +706,7 @@ class TreeStep:
         place = layout.place(self.base, reach)
         # 1. The draft grows it.
         log_Q = self.grow(place, sampling.method, scores_of)
-        # 2. The target scores it, in one pass. (Ranks agree on what they feed it, and in 4 on what they add.)
+        # 2. The target scores it, in one pass. (Ranks, see `agree`, must feed it the same, and add the same.)
         if logits is None:
             logits = target.node_logits(target.agree(self.tokens), layout.nodes, place)     # (size, V)
         # 3. Algorithm 2 walks down from the root.
@@ -782,11 +785,12 @@ GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardl
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
 TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
-# Trials lose time, which later steps must gain back:
-WORTH_A_LOOK = 30       # in fewer steps, done and to come, not even steps without a tree would pay
-WORTH_TRIALS = 130      # in fewer steps no other trials would pay
-TOKENS = 2              # that a step adds, to tell how many steps are to come
-CAPTURE = 30            # a trial whose tree is captured takes as long as so many others
+# Trials lose time, which later steps must gain back. So they need so many steps, those done and those that
+# the rest of the text will take, at an assumed number of tokens per step:
+WORTH_A_LOOK = 30       # for steps without a tree: a first text of 60 tokens has them
+WORTH_TRIALS = 130      # for other trees: a first text of 260 tokens
+TOKENS_PER_STEP = 2
+CAPTURE_COST = 30       # times as many where each tree must be captured first
 DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
 
 def likeliest_tree(rates, size, depth):
@@ -880,7 +884,7 @@ class Planner:
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
-        steps_in_all = self.steps + tokens_left / TOKENS
+        steps_in_all = self.steps + tokens_left / TOKENS_PER_STEP
         needed = trial_cost * (WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK)
         return self.due[0] if steps_in_all >= needed else self.tree
 
@@ -909,22 +913,24 @@ class Planner:
                 f"least ms of a step: {times or 'none timed'}{c}")
 
     def plan_again(self, rates):
-        # A shape goes by tokens alone.
-        sizes, t, self.c = self.latency() if self.trials else ([1], [1.0], 0.0)
-
-        def tokens_per_second(tree):
-            seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * self.c
-            return expected_tokens(tree, rates) / seconds
-
+        sizes, t, c = [1], [1.0], 0.0           # for a shape, which goes by tokens alone
         tree = self.shape
-        if self.trials:
-            # Half as many nodes again as the largest timed size may take no longer: that will be timed.
-            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], self.c)
+        if self.shape == "auto":
+            sizes, t, c = self.latency()
+            self.c = c
+            # Let us hope that half as many nodes again as the largest timed size take no longer. If they are
+            # the plan, they will be timed.
+            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], c)
         elif not isinstance(tree, Tree):
             tree = likeliest_tree(rates, *tree)
+
+        def tokens_per_second(tree):
+            return expected_tokens(tree, rates) / (np.interp(tree.size, sizes, t) + (tree.depth - 1) * c)
+
         if tokens_per_second(tree) > self.least_gain * tokens_per_second(self.tree):
             self.tree = tree
-        if not self.trials or any(0.8 * size <= self.tree.size <= 1.25 * size for size in sizes):
+        is_timed = any(0.8 * size <= self.tree.size <= 1.25 * size for size in sizes)       # nearly
+        if is_timed or self.shape != "auto":
             self.due = max(self.steps, 8) * [self.tree] + self.trials
         else:
             self.due = TIMINGS * [self.tree]
@@ -1169,12 +1175,13 @@ class Decoder:
             self.draft.reserve(capacity)
             run = self.step_for(tree, static, capacity, sampling.key)
             step = run(text, sampling)
-            self.cuda_graph &= run.static == static     # one capture that fails is the last attempt
+            if run.static != static:            # its capture failed, which was the last attempt
+                self.cuda_graph = False
             planner.learn(step)
 
     def choose_tree(self, planner, length, left, static):
         """The tree of the next step after a text of this length, which may get `left` more tokens."""
-        tree = planner.next_tree(left, CAPTURE if static else 1)
+        tree = planner.next_tree(left, CAPTURE_COST if static else 1)
         if length - 1 + tree.depth > min(self.target.context, self.draft.context):
             return NO_TREE
         # Levels behind the text's end are cut, but not if static, because to capture a cut tree takes longer.
