@@ -262,7 +262,7 @@ def test_one_nodes_token_has_exactly_the_targets_distribution(name, case):
     (distribution([6, 4]), distribution([6, 4]), 1, dict(sequoia=1, specinfer=1, topk=0.6, naive=0.52))])
 def test_the_papers_examples_of_how_others_lack_cover_or_optimal_transport(P, Q, k, chances):
     for name, expected in chances.items():
-        if name == "topk":                      # whose children are not drawn
+        if name in ("topk", "naive"):           # `EveryRun` would draw the likeliest tokens, too
             rank, _ = sample_and_verify(P.expand(9999, 2), Q.expand(9999, 2), k, name, seeded(0))
             assert (rank != NONE).double().mean().item() == pytest.approx(expected, abs=0.02)
             continue
@@ -606,6 +606,19 @@ def test_a_step_adds_what_the_plain_step_adds_and_leaves_caches_as_a_fresh_pass_
     for seed, (method, processors) in enumerate(cases):
         sampling = Sampling(METHODS.get(method, sequoia.GREEDY), processors)
         assert_steps_as_plainly(models, text_of(20 - seed), sampling, form, seed)
+
+@quick
+@torch.inference_mode()
+def test_each_nodes_children_are_the_drafts_own_choices_after_its_path():
+    """Also where its siblings have more children, or fewer."""
+    models = [fed(model, text_of(19)) for model in make_pair("llama")]
+    for tree in (LATE, EARLY, BUSHY, ABREAST):
+        text = text_of(20)
+        step = TreeStep(tree, models)(text, Sampling(sequoia.GREEDY, []))
+        for node, children in enumerate(tree.children):
+            path = torch.tensor([step.node_tokens[i] for i in tree.paths[node][1:]], dtype=torch.long)
+            logits = models[1].model(torch.cat([text, path])[None]).logits[0, -1]
+            assert [step.node_tokens[i] for i in children] == logits.topk(len(children)).indices.tolist()
 
 # A model is a table for each level, (V**level, V): its distributions after every path of that length, whose
 # tokens, read as digits of base V, give the row.
