@@ -1119,8 +1119,11 @@ def test_criteria_and_a_streamer_get_every_token_one_by_one_and_a_criterion_ends
 def test_a_stop_string_inside_an_accepted_run_ends_the_text(bundled):
     ids = TOKENIZER("import os\n\ndef main(", return_tensors="pt").input_ids
     decoder = Decoder(bundled[0], bundled[0], chain(5))
+    criteria = transformers.StoppingCriteriaList()
     for words in ("\n", [":", "("], "\0\0"):
-        assert_as_generate(decoder, ids, max_new_tokens=30, stop_strings=words, tokenizer=TOKENIZER)
+        assert_as_generate(decoder, ids, max_new_tokens=30, stop_strings=words, tokenizer=TOKENIZER,
+                           stopping_criteria=criteria)
+        assert not criteria                     # a caller's list stays as it is
         assert (decoder.report.tokens < 30) == (words != "\0\0")
     configured = transformers.GenerationConfig(stop_strings=["\n"], max_new_tokens=30, do_sample=False)
     expected = bundled[0].generate(ids, configured, tokenizer=TOKENIZER)
@@ -1386,10 +1389,19 @@ class SeesSiblings(transformers.LlamaForCausalLM):
             attention_mask = torch.full_like(attention_mask, -torch.inf).triu(columns - rows + 1)
         return super().forward(input_ids, attention_mask, position_ids, **rest)
 
+class ForgetsFarSlots(transformers.LlamaForCausalLM):
+    """Loses sight of what stands more than 20 slots before a token."""
+    def forward(self, input_ids=None, attention_mask=None, **rest):
+        if torch.is_tensor(attention_mask) and attention_mask.ndim == 4:
+            slots = torch.arange(attention_mask.shape[3])
+            own = ((attention_mask == 0) * slots).amax(dim=3, keepdim=True)
+            attention_mask = attention_mask.masked_fill(slots < own - 20, -torch.inf)
+        return super().forward(input_ids, attention_mask, **rest)
+
 @quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name, kind", [
-    ("gpt2", CountsOn), ("gpt2", NumbersItself), ("llama", SeesSiblings)])
+    ("gpt2", CountsOn), ("gpt2", NumbersItself), ("llama", SeesSiblings), ("llama", ForgetsFarSlots)])
 def test_the_probe_refuses_a_model_that_masks_or_counts_in_its_own_way(name, kind, dtype):
     """Also as a draft, which could not hurt the text, but would be useless."""
     target, draft = make_pair(name)
@@ -1797,7 +1809,7 @@ BAD_REQUESTS = {
     "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
     "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--tree=100x2": "too large",
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
-    "--explain --method=topk": "Algorithm 2.* --method", "--explain --temperature=0": "Algorithm 2.* above 0",
+    "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method", "--explain --temperature=0": "Algorithm 2.* above 0",
     "--target=/no/such": "/no/such", "--device=banana": "banana", "--draft=FOLDER/unknown": "medusa",
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
     "--draft=FOLDER/wider": "6 weights missing.* shapes"}
@@ -1825,6 +1837,14 @@ def test_the_exit_code_is_2_for_what_the_parser_refuses_and_130_after_ctrl_c(cap
     capfd.readouterr()
     with mock.patch.object(Decoder, "generate", side_effect=KeyboardInterrupt):
         assert run_main(capfd, "--tree=none") == (130, "", "")
+
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, sequoia.__file__, "--tree=none", "--max-new-tokens=200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert "Error" not in process.stderr.read()
+    assert process.returncode == 0
 
 @quick
 def test_a_copy_is_silent_reads_no_environment_and_says_what_it_lacks(capfd, monkeypatch, tmp_path):
@@ -1867,7 +1887,21 @@ def test_an_estimate_is_a_ratio_of_sums_with_the_interval_of_the_jackknife():
     column = np.random.default_rng(0).random((10, 1))
     mean = bench.estimate(lambda total, count: total[0] / count[0], column, np.ones((10, 1)))
     assert mean.value == pytest.approx(column.mean())
+    assert bench.show(bench.Estimate(1.0, 0.0)) == "1.00"
+    assert bench.show(bench.Estimate(1.0, 0.25)) == "1.00 ± 0.25"
     assert mean.half == pytest.approx(2.262 * column.std(ddof=1) / 10**0.5, rel=0.01)
+
+def test_a_contests_verdict_names_the_fastest_and_keeps_the_ratios_that_readme_quotes(capsys):
+    report = bench.Report(None)
+    paces = {"generate": 8.0, "no tree": 4.0, "sequences": 1.0, "sequoia": 2.0}
+    best = {name: np.array([[pace, 10, 5]] * 3) for name, pace in paces.items()}
+    bench.verdict(best, "greedy", report)
+    said = capsys.readouterr().out
+    assert "the fastest was `sequences`, 8.00 times as fast as `generate` and 2.00 times" in said
+    assert "2.00 times as fast as no tree. So this draft pays" in said
+    assert report.numbers["greedy/sequoia / sequences"].value == 0.5
+    assert report.numbers["greedy/sequoia"].value == 4.0
+    assert bench.with_numbers("<!--greedy/pace--><!---->", report.numbers) == "<!--greedy/pace-->1<!---->"
 
 @quick
 def test_readmes_numbers_are_those_that_the_bench_wrote_down_and_a_changed_digit_shows():
