@@ -1517,6 +1517,7 @@ def main(argv=None):
         transformers.utils.logging.disable_progress_bar()
     try:
         decode_prompt(parse(argv))
+        print(end="", flush=True)       # now, because a closed pipe would raise at Python's end
         return 0
     except KeyboardInterrupt:
         return 130

@@ -1839,12 +1839,15 @@ def test_the_exit_code_is_2_for_what_the_parser_refuses_and_130_after_ctrl_c(cap
         assert run_main(capfd, "--tree=none") == (130, "", "")
 
 def test_a_closed_pipe_is_no_error():
-    command = [sys.executable, sequoia.__file__, "--tree=none", "--max-new-tokens=200"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.read(1)
-        process.stdout.close()
-        assert "Error" not in process.stderr.read()
-    assert process.returncode == 0
+    """Whether what is printed waits in a buffer or not."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words in (["--tree=none", "--max-new-tokens=200"], ["--explain", "--max-new-tokens=2"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, sequoia.__file__, *words], stdout=writer, text=True,
+                              stderr=subprocess.PIPE, env=environment)
+        os.close(writer)
+        assert (done.returncode, "Error" in done.stderr) == (0, False)
 
 @quick
 def test_a_copy_is_silent_reads_no_environment_and_says_what_it_lacks(capfd, monkeypatch, tmp_path):
