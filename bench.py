@@ -492,7 +492,8 @@ def draw_speed(report, best, names):
         axis.axvline(1, color=BLACK, linewidth=1)
         axis.set(xlabel="times the speed of generate", xlim=(0, 1.05 * widest))
         axis.grid(axis="y", visible=False)
-    axis.set_yticks(range(len(names)), [f"{name}, packed" if name in packed else name for name in names[::-1]])
+    labels = [f"{name}, packed" if name in packed else name for name in reversed(names)]
+    axis.set_yticks(range(len(names)), labels)
     for colour, owner in ((GREY, "transformers' own"), (GREEN, "sequoia.py")):
         axis.plot([], [], "s", color=colour, label=owner)
     report.picture("speed", fig, axis)
@@ -794,9 +795,10 @@ def show_step(report, step, tried, words, before):
         if node:
             axis.plot([x - 1.5, x - 1.5, x], [row[path[-2]], y, y], color=colour,
                       zorder=1 + (kind != "not tried"))
-        name = f"{node} {words[node].replace(' ', '␣')}" if node < tree.size else words[node].replace(" ", "␣")
-        axis.text(x, y, name, va="center", ha="center", color=colour,
-                  family="monospace", zorder=9, bbox={"boxstyle": "round", "fc": "white", "ec": colour})
+        word = words[node].replace(" ", "␣")
+        axis.text(x, y, f"{node} {word}" if node < tree.size else word, va="center", ha="center",
+                  color=colour, family="monospace", zorder=9,
+                  bbox={"boxstyle": "round", "fc": "white", "ec": colour})
         if node in tried:
             axis.text(7.6, y, "target {:.2f}  draft {:.2f}".format(*tried[node]), va="center", color=colour)
         # The new token was not in the pass, so it has no row in the mask. All see the text before.

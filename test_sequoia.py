@@ -1328,7 +1328,7 @@ REFUSED = {
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
 
 REFUSED["4 ranks cannot share its KV heads evenly"]["model"]._tp_size = 4
-REFUSED["over several GPUs: share it by torchrun"]["model"].hf_device_map = {"model": 0, "lm_head": 1, "": "cpu"}
+REFUSED["over several GPUs: share it by torchrun"]["model"].hf_device_map = dict(model=0, lm_head=1, x="cpu")
 
 @quick
 @pytest.mark.parametrize("words", REFUSED)
@@ -1809,7 +1809,8 @@ BAD_REQUESTS = {
     "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
     "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--tree=100x2": "too large",
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
-    "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method", "--explain --temperature=0": "Algorithm 2.* above 0",
+    "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method",
+    "--explain --temperature=0": "Algorithm 2.* above 0",
     "--target=/no/such": "/no/such", "--device=banana": "banana", "--draft=FOLDER/unknown": "medusa",
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
     "--draft=FOLDER/wider": "6 weights missing.* shapes"}
