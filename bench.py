@@ -872,7 +872,8 @@ def main(argv):
     options = [word for word in argv if word != args.command]
     try:
         report = Report(folder)
-        report.say(f"# Results\n\nWritten by `python bench.py {' '.join(argv)}`. {provenance(args.device)} "
+        origin = provenance(args.device)
+        report.say(f"# Results\n\nWritten by `python bench.py {' '.join(argv)}`. {origin} "
                    f"± is half a 95% interval. Compare within a table, not across.")
         for job in jobs:
             report.say(f"## `python bench.py {' '.join(job + options)}`")
@@ -881,7 +882,7 @@ def main(argv):
             COMMANDS[mine.command](mine, report)
             report.say(f"This took {(time.perf_counter() - start) / 60:.1f} minutes.")
         if args.command == "all":
-            numbers = report.numbers | {"run": provenance(args.device).partition(", load")[0]}
+            numbers = report.numbers | {"run": origin.partition(", load")[0]}
             (folder / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
             readme = HERE / "README.md"
             text = with_numbers(readme.read_text(encoding="utf-8"), numbers)
