@@ -301,32 +301,30 @@ def optimal_tree(acceptance_rates, size, depth=None):
     line, 0.6 * (1 + 0.6) = 0.96, because two siblings would add 0.6 + 0.2 = 0.8."""
     rates = np.atleast_2d(acceptance_rates).clip(1e-30)         # because 0 times -inf would be NaN
     depth = min(size, depth or size)
-    n = np.arange(size)[:, None]
-    m = np.arange(1, size)
-    no_child = np.full(size, -np.inf)                                                       # (n,)
+    no_child = np.full(size, -np.inf)                   # where no node has a place, only n = 0 is possible
     no_child[0] = 0.0
-    below = no_child                                            # below the last level no node has a place
-    best_m = {}                                                 # by level and rank: for each n
+    below = no_child
+    best_m = {}
     for level in reversed(range(depth - 1)):
         row = rates[min(level, len(rates) - 1)]
         later = no_child
         for rank in reversed(range(len(row))):
-            # Where m > n the index wraps around, and is masked.
-            value = np.where(m <= n, row[rank] * (1 + below[m - 1]) + later[n - m], -np.inf)    # (n, m)
-            best_m[level, rank] = 1 + value.argmax(axis=1)
-            best = value.max(axis=1)
-            best[0] = 0.0                                       # where n is 0, all m were masked
+            best = no_child.copy()
+            for n in range(1, size):
+                value = row[rank] * (1 + below[:n]) + later[:n][::-1]           # for m = 1, 2, .. n
+                best_m[level, rank, n] = 1 + value.argmax()
+                best[n] = value.max()
             later = best
         below = later
     if below[-1] == -np.inf:
-        raise ValueError(f"size={size} is too large: with these acceptance_rates and this depth the largest "
-                         f"has {np.isfinite(below).sum()}")
+        most = np.isfinite(below).sum()
+        raise ValueError(f"size={size} is too large: with these rates and levels the largest has {most}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
     nodes = [(NONE, 0, size - 1)]
     for node, (_, level, remaining) in enumerate(nodes):
         rank = 0
         while remaining > 0:
-            taken = best_m[level, rank][remaining]
+            taken = best_m[level, rank, remaining]
             nodes.append((node, level + 1, taken - 1))
             remaining -= taken
             rank += 1
@@ -632,10 +630,6 @@ class Step(namedtuple("Step", "tree node_tokens path token seconds")):
         """The tokens that this step adds to the text, which may end before the last of them."""
         return [self.node_tokens[node] for node in self.path] + [self.token]
 
-def resized(logits, vocabulary):
-    """Logits, (rows, V), padded or cut to a length, because a draft's vocabulary may be padded to another."""
-    return pad(logits, (0, vocabulary - logits.shape[1]), value=RULED_OUT)
-
 def walk(layout, try_children):
     """Step 3 of `step_plainly`: the last accepted node, (1,), and weights for the token after it, (1, V).
     try_children(rows, k) tries the first k children of these rows, as `verify_nodes` does."""
@@ -738,7 +732,9 @@ class TreeStep:
         log_Q = new(self.layout.tree.size, target.vocabulary, dtype=torch.float32)
         for parents, fed, proposed in self.layout.passes:
             logits = draft.node_logits(self.tokens, fed, place)[-len(parents) :]        # without previous's
-            scores = scores_of(resized(logits, target.vocabulary), is_draft=True, nodes=parents)
+            # A draft's vocabulary may be padded to another length. (A negative padding cuts.)
+            logits = pad(logits, (0, target.vocabulary - logits.shape[1]), value=RULED_OUT)
+            scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
             # The nodes of a level share a row of random numbers, see `step_plainly`.
             shared = lambda rows, n: self.rand(1, n)
