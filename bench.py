@@ -1,19 +1,18 @@
 """Measures what README and figures/results.md say. Each question has one command:
 
     python bench.py trees           # how many tokens per step the best trees promise, by size
-    python bench.py predict         # the paper's speed-ups, computed from data sheets
-    python bench.py step            # a picture of one real step: tree, mask, and what was accepted
+    python bench.py predict         # the paper's speed-ups, and a plan, computed from data sheets
+    python bench.py step            # pictures of one rejection, and of one real step: tree and mask
     python bench.py speed           # side by side with transformers, with --target and --draft any pair
     python bench.py speed --synthetic 1b-68m       # the same with random models of these shapes
     python bench.py offload         # the same with a target that is streamed from host memory
     python bench.py planner         # what the planner promised, and what was achieved
-    python bench.py acceptance      # how often the first, second, ... child is accepted, by temperature
-    python bench.py verification    # how often the methods reject all children
+    python bench.py acceptance      # how often the first, second, ... child is accepted, or all are rejected
     python bench.py scaling         # tokens per step by tree size, against separate sequences
     python bench.py robustness      # tokens per step of one tree, by temperature and top-p
     python bench.py all             # everything, into figures/results.md, the pictures beside it, and README
 
-A section alone prints its tables. With --quick it takes seconds, decides nothing and writes figures/quick.
+Other commands than all write to figures/quick, and so does --quick, which takes seconds and decides nothing.
 All methods take turns on the same prompts, seeds and weights. 1.33 ± 0.05 is a ratio of sums over prompts
 and half its 95% interval, which is paired: it tells how much other prompts would move the ratio."""
 import argparse, copy, functools, json, math, os, re, subprocess, sys, time
@@ -32,36 +31,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TemperatureLogitsWar
 import sequoia
 from sequoia import METHODS, NO_TREE, Decoder, expected_tokens, optimal_tree, sequences, verify_one_node
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-except ImportError:
-    matplotlib = None                   # then there are no pictures
-
 HERE = Path(__file__).resolve().parent
 PAPER = json.loads((HERE / "figures" / "paper.json").read_text(encoding="utf-8"))
 
 # --- 1  Intervals and tables --------------------------------------------------------------------------------
 class Estimate(NamedTuple):
-    """A value and half its 95% interval, NaN where one prompt alone cannot tell it."""
+    """A value and half its 95% interval."""
     value: float
-    half: float = math.nan
+    half: float
 
 def estimate(function, *columns):
     """A function of the sums of columns, (prompts, ...) each, with its interval. By the jackknife: how far
     the values without one prompt scatter tells how far other prompts would move it."""
     sums = [column.sum(axis=0) for column in columns]
     freedom = len(columns[0]) - 1
-    if freedom < 1:
-        return Estimate(float(function(*sums)))
     without_one = [function(*(total - column[i] for total, column in zip(sums, columns)))
                    for i in range(freedom + 1)]
     # The range of Student's t for 95%, to 1% from three degrees of freedom on.
     t = 1.96 + 2.37 / freedom + 2.82 / freedom**2 + 2.56 / freedom**3
     return Estimate(float(function(*sums)), t * math.sqrt(freedom * np.var(without_one)))
-
-def mean(column):
-    return estimate(truediv, column, np.ones(len(column)))
 
 def show(value):
     """A table's cell. An estimate's two numbers have equally many decimals."""
@@ -74,13 +62,11 @@ def show(value):
     return "-" if value is None else str(value)
 
 class Report:
-    """The tables and pictures of a run: printed, and if there is a folder, also written there."""
+    """The tables and pictures of a run, printed and written to a folder. numbers: README's, by name."""
     def __init__(self, folder):
         self.folder = folder
         self.text = ""
-        self.numbers = {}               # what README quotes, by name
-        if folder and not matplotlib:
-            print("bench.py: no pictures, as matplotlib is missing: pip install matplotlib", file=sys.stderr)
+        self.numbers = {}
 
     def say(self, text):
         print(f"{text}\n", flush=True)
@@ -92,9 +78,7 @@ class Report:
 
     def table(self, title, lesson, rows):
         """Rows, dictionaries with the same keys, as a Markdown table below its title and its lesson."""
-        cells = [list(rows[0])]
-        for row in rows:
-            cells.append([show(value) for value in row.values()])
+        cells = [list(rows[0]), *([show(value) for value in row.values()] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
         cells[1][0] = "-" * widths[0]
@@ -106,12 +90,13 @@ class Report:
 
     def picture(self, name, draw, *args):
         """Saves the figure that draw(*args) returns, with its last axis's legend below it."""
-        if self.folder and matplotlib:
-            fig = draw(*args)
-            handles = fig.axes[-1].get_legend_handles_labels()
-            fig.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-            fig.savefig(self.folder / f"{name}.png", dpi=200)
-            self.say(f"![{name}]({name}.png)")
+        if not matplotlib:
+            return print(f"bench.py: no {name}.png, as matplotlib is missing", file=sys.stderr)
+        fig = draw(*args)
+        handles = fig.axes[-1].get_legend_handles_labels()
+        fig.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+        fig.savefig(self.folder / f"{name}.png", dpi=200)
+        self.say(f"![{name}]({name}.png)")
 
 def provenance(device):
     """The commit, the day, the machine and the versions, in words."""
@@ -139,11 +124,15 @@ def named(temperature):
 
 # --- 2  Pictures --------------------------------------------------------------------------------------------
 BLACK, GREY, GREEN, RED, BLUE, ORANGE = "#111827", "#9ca3af", "#15803d", "#dc2626", "#2563eb", "#ea580c"
-if matplotlib:
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
     matplotlib.rcParams.update({
         "font.size": 10.5, "axes.titlesize": "medium", "figure.titlesize": "medium", "lines.linewidth": 1.8,
         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "axes.spines.top": False,
         "axes.spines.right": False})
+except ImportError:
+    matplotlib = None                   # then there are none
 
 def panels(height, titles, **kwargs):
     """A figure as wide as README's text, so that it is shown at its own size, and its axes side by side."""
@@ -155,15 +144,14 @@ def panels(height, titles, **kwargs):
 
 def draw_by_column(rows, x, y, styles, scale="linear"):
     """A table's columns against column x, with their intervals, a panel for each temperature. y: the name of
-    their axis. styles: colours and lines."""
+    their axis. styles: colours and lines. scale: "log" makes a power law a straight line."""
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     fig, axes = panels(3.9, [named(temperature) for temperature in temperatures], sharey=True)
     for axis, temperature in zip(axes, temperatures):
         mine = [row for row in rows if row["temperature"] == temperature]
         for i, (column, (colour, line)) in enumerate(styles.items()):
             heights, halves = zip(*(row[column] for row in mine))
-            # Side by side, as bars at one place would hide each other.
-            places = [row[x] * 1.06 ** (i - 1) for row in mine]
+            places = [row[x] * 1.06 ** (i - 1) for row in mine]       # side by side, so that bars can be seen
             axis.errorbar(places, heights, halves, fmt=line, marker="o", markersize=4, elinewidth=1.2,
                           capsize=2, color=colour, label=column)
         axis.set_xscale("log", base=2)
@@ -180,8 +168,7 @@ class Pair:
     def __init__(self, target, draft, packs=True):
         self.slow = [target.eval(), draft.eval()]
         self.packs = packs and target.device.type == "cpu"
-        # All contenders decode to the same length, past any EOS.
-        for model in self.slow:
+        for model in self.slow:         # all contenders decode to the same length, past any EOS
             model.config.eos_token_id = None
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
@@ -224,10 +211,9 @@ def trees(args, report):
     rows = []
     for n in tqdm([2**i for i in range(3, 8 if args.quick else 11)], "trees", disable=None):
         tree = optimal_tree(PAPER_RATES, n, min(n, sequoia.MAX_LEVELS))
-        of_sequences = {k: expected_tokens(rival, PAPER_RATES) for k, rival in sequences_within(n).items()}
-        binary = expected_tokens(sequoia.k_ary(2, n.bit_length() - 1), PAPER_RATES)
-        rows.append({"nodes": n, "sequoia": expected_tokens(tree, PAPER_RATES), "binary tree": binary,
-                     "k sequences": max(of_sequences.values()), "one sequence": of_sequences[1]})
+        found = {"sequoia": tree, "k sequences": best_sequences(n, PAPER_RATES),
+                 "binary tree": sequoia.k_ary(2, n.bit_length() - 1), "one sequence": sequoia.chain(n - 1)}
+        rows.append({"nodes": n} | {name: expected_tokens(tree, PAPER_RATES) for name, tree in found.items()})
     report.table(f"Expected tokens per step by tree size, on up to {sequoia.MAX_LEVELS} levels", """Computed,
         so exact, at the acceptance rates that the paper prints. With every doubling the optimal tree gains
         about as much again, while sequences stop gaining. k: the best of 1, 2, 4, ... 32.""", rows)
@@ -256,9 +242,10 @@ def draw_trees():
     axis.invert_yaxis()
     return fig
 
-def sequences_within(n):
-    """k sequences of equal length, of at most n nodes with the root, by k."""
-    return {k: sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n}
+def best_sequences(n, rates):
+    """Sequences of equal length, of at most n nodes with the root: the best number of them."""
+    found = [sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n]
+    return max(found, key=lambda tree: expected_tokens(tree, rates))
 
 # --- 5  predict: the paper's tables from data sheets (section 4.1; Tables 1 to 4) ---------------------------
 # Width, width inside the MLP, layers, heads, heads of keys, their width, vocabulary.
@@ -336,8 +323,8 @@ def draw_plan():
         axis.set_xscale("log", base=2)
         axis.set(xlabel="nodes, n", xticks=[1, 4, 16, 64, 256, 1024], ylim=(0, 1.1 * y.max()))
         axis.xaxis.set_major_formatter("{x:.0f}")
-    fig.suptitle("Computed by bench.py predict, not measured: t(n) and c of Llama-2-7B and a 68M draft on an\n"
-                 "A100, F(n) for acceptance rates of 0.6 / k², the planner's first guess")
+    fig.suptitle("Computed by bench.py predict, not measured: t(n) and c of Llama-2-7B and a 68M draft\n"
+                 "on an A100, and F(n) for acceptance rates of 0.6 / k², the planner's first guess")
     return fig
 
 # --- 6  Contenders: ways to decode a prompt, timed side by side ---------------------------------------------
@@ -353,10 +340,10 @@ def tokens_per_step(mine):
 
 class Ours:
     """Decoding by sequoia.py. kept: whether one Decoder has all prompts."""
-    def __init__(self, models, temperature, tree, method="sequoia", kept=True):
+    def __init__(self, models, temperature, tree, method="sequoia", kept=True, top_p=1.0):
         self.temperature = temperature
         self.kept = kept
-        self.top_p = 1.0
+        self.top_p = top_p
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
         self.warm_up = 8 if tree == "auto" and kept else 1       # texts, as a planner first times some trees
@@ -427,9 +414,7 @@ def speed(args, report):
         return synthetic_speed(args, report)
     pair = pair_of(args)
     prompts = texts(args, args.count, 128)
-    best = {}
-    for temperature in args.temperatures:
-        best[temperature] = contest(pair, prompts, temperature, args, report)
+    best = {value: contest(pair, prompts, value, args, report) for value in args.temperatures}
     report.picture("speed", draw_speed, best)
 
 def verdict(best, which, report):
@@ -446,8 +431,8 @@ def verdict(best, which, report):
     for name, runs in best.items():
         report.numbers[f"{which}/{name}"] = over(runs, best["generate"])
         report.numbers[f"{which}/sequoia / {name}"] = over(best["sequoia"], runs)
-    generate = best["generate"]
-    report.numbers[f"{which}/pace"] = f"{generate[:, 1].sum() / generate[:, 0].sum():.0f}"
+    seconds, tokens, _ = best["generate"].sum(axis=0)
+    report.numbers[f"{which}/pace"] = f"{tokens / seconds:.0f}"
 
 def contenders_for(pair, temperature, args):
     """All who take part, by (name, setting)."""
@@ -491,35 +476,37 @@ def contest(pair, prompts, temperature, args, report):
         if setting == "auto":
             tree = contenders[name, setting].planner.tree
             setting = f"auto {tree.size}x{tree.depth}"
-        row = {"method": name, "setting": setting, "tokens/step": tokens_per_step(mine),
-               "ms/token": 1e3 * mine[:, 0].mean() / args.new_tokens}
-        for peer in ("generate", "assisted", "no tree", "sequences"):
-            row[f"x {peer}"] = over(mine, best[peer])
-        rows.append(row)
-    report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
-                 f"{args.new_tokens} new ones each, {args.dtype}", """`generate`, `assisted`, `prompt lookup`:
-        transformers' own. `one call`: a Decoder for each prompt. `kept`: one for all. Below it: one for all
-        and, on a CPU, packed models (not if streamed). `sequences`: SpecInfer's trees and method. `auto`: the
-        last planned tree. `x`: times the speed of that one, in the setting that these runs favour. Where
-        intervals overlap, who leads is open.""", rows)
+        rows.append({"method": name, "setting": setting, "tokens/step": tokens_per_step(mine),
+                     "ms/token": 1e3 * mine[:, 0].mean() / args.new_tokens}
+                    | {f"x {peer}": over(mine, best[peer])
+                       for peer in ("generate", "assisted", "no tree", "sequences")})
+    title = f"{which}: {args.count} prompts of 128 tokens, {args.new_tokens} new ones each, {args.dtype}"
+    report.table(title, """`generate`, `assisted`, `prompt lookup`: transformers' own. `one call`: a Decoder
+        for each prompt. `kept`: one for all. Below it: one for all and, on a CPU, packed models (not if
+        streamed). `sequences`: SpecInfer's trees and method. `auto`: the last planned tree. `x`: times the
+        speed of that one, in its fastest setting here. Where intervals overlap, who leads is open.""", rows)
     verdict(best, which, report)
     return best
 
 def draw_speed(best):
-    fig, axes = panels(4.2, map(named, best), sharey=True)
+    fig, axes = panels(4.2, [named(temperature) for temperature in best], sharex=True, sharey=True)
     names = [*reversed(max(best.values(), key=len))][:-1]               # all but generate, from the bottom
     labels = {"sequences": "SpecInfer's sequences, packed", "no tree": "no tree, packed",
               "topk": "topk, packed", "sequoia": "sequoia, packed"}
     for axis, runs in zip(axes, best.values()):
-        for name in names:
-            value, half = over(runs[name], runs["generate"]) if name in runs else (math.nan, math.nan)
-            theirs = name.startswith(("assisted", "prompt"))
-            bar = axis.barh(labels.get(name, name), value, xerr=half, color=GREY if theirs else GREEN)
-            axis.bar_label(bar, fmt="{:.2f}", label_type="center")
+        for line, name in enumerate(names):
+            if name in runs:
+                value, half = over(runs[name], runs["generate"])
+                colour = GREY if name.startswith(("assisted", "prompt")) else GREEN
+                bar = axis.barh(line, value, xerr=half, color=colour, alpha=0.75)
+                axis.bar_label(bar, fmt="{:.2f}", padding=3)
         axis.axvline(1, color=BLACK, linewidth=1)
-        axis.set(xlabel="times the speed of generate")
+        axis.set_xlabel("times the speed of generate")
     for colour, owner in ((GREY, "transformers' own"), (GREEN, "sequoia.py")):
         axis.plot([], [], "s", color=colour, label=owner)
+    axis.set_yticks(range(len(names)), [labels.get(name, name) for name in names])
+    axis.margins(x=0.15)
+    axis.set_xlim(0, None)
     return fig
 
 # --- 8  speed --synthetic, offload: large models' shapes, the paper's tokens per step, random weights -------
@@ -568,15 +555,14 @@ def synthetic_speed(args, report):
         target = random_llama(large, args, "cpu" if streams else args.device)
         if streams:
             target = sequoia.offload(target, args.device)
-        models = [target, random_llama(small, args, args.device)]
-        join(models, SHARES[temperature])
+        draft = random_llama(small, args, args.device)
+        join([target, draft], SHARES[temperature])
         prompts = torch.randint(target.config.vocab_size, (args.count, 1, 128), device=args.device)
         # A target that streams cannot be packed.
-        contest(Pair(*models, packs=not streams), prompts, temperature, args, report)
+        contest(Pair(target, draft, packs=not streams), prompts, temperature, args, report)
 
 # --- 9  planner: promised and achieved (section 4.1; appendix, Figures 7 and 8) -----------------------------
 def planner(args, report):
-    """The planned tree and others, predicted and measured."""
     pair = pair_of(args)
     prompts = texts(args, 2 * args.count, 128)
     rows = []
@@ -585,74 +571,72 @@ def planner(args, report):
         auto.learn(prompts[1::2])
         sizes, t, c = auto.planner.latency()
         rates = auto.planner.acceptance.rates()
-        shapes = trees_around(sequoia.plan(rates, sizes, t, c), rates)
+        chosen = sequoia.plan(rates, sizes, t, c)
+        shapes = {"no tree": NO_TREE, f"{chosen.size}x{chosen.depth}, planned": chosen}
+        shapes |= {f"{n}x{depth}": optimal_tree(rates, n, depth) for n, depth in ((4, 3), (8, 4), (16, 5))}
+        shapes |= {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 64)}
+        shapes |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
         contenders = {name: Ours(pair.fast, temperature, tree) for name, tree in shapes.items()}
         contenders["goes on planning"] = auto
         runs = interleave(contenders, prompts[::2], args, named(temperature))
         for name, mine in runs.items():
-            tokens = promised = None
-            if name in shapes:
-                tree = shapes[name]
-                tokens = expected_tokens(tree, rates)
-                seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * c
-                promised = tokens * t[0] / seconds if tree.size <= sizes[-1] else None
+            tree = shapes.get(name, chosen)
+            tokens = expected_tokens(tree, rates)
+            seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * c
+            promised = tokens * t[0] / seconds if tree.size <= sizes[-1] else None
             rows.append({"temperature": temperature, "tree": name, "tokens/step, predicted": tokens,
                          "achieved": tokens_per_step(mine), "x no tree, predicted": promised,
                          "x no tree": over(mine, runs["no tree"])})
         times = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in zip(sizes, t))
         report.say(f"{named(temperature)}, in ms: t(n), by n, {times}; a draft pass, c, {1e3 * c:.2f}.")
     report.table(f"Predicted and achieved, {args.count} prompts, {args.new_tokens} new tokens each", """A
-        plan promises what follows from rates and times of other prompts, so there is no
-        promise beyond the sizes timed then. Where intervals overlap, who leads is open. `any depth`: the tree
-        of a size with the most tokens per step, however many draft passes it takes.""", rows)
+        plan promises what follows from rates and times of other prompts, so there is no promise beyond the
+        sizes timed then. `goes on planning`: promised is the first plan. `any depth`: the tree of a size with
+        the most tokens per step, however many draft passes it takes.""", rows)
 
-def trees_around(chosen, rates):
-    """By name: no tree, the planned one, four beside it, three of sequences, and three of any depth."""
-    size, depth = (chosen.size, chosen.depth) if chosen.size > 1 else (8, 4)
-    shapes = {"no tree": NO_TREE, f"{chosen.size}x{chosen.depth}, planned": chosen}
-    for n, d in ((size // 2, depth - 1), (size, depth - 1), (size, depth + 1), (2 * size, depth)):
-        if 2 <= d <= n <= 1 + len(rates) * (d - 1):
-            shapes[f"{n}x{d}"] = optimal_tree(rates, n, d)
-    shapes |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
-    return shapes | {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 64)}
-
-# --- 10  acceptance: how often each child is the accepted one (Definition 3.2; Figures 3 and 5) -------------
+# --- 10  acceptance: how often children are accepted (Definition 3.2; 3.2 and 4.2.2; Figures 3 and 5) -------
 CHILDREN = (1, 2, 4, 8, 16, 32)
 
 @torch.inference_mode()
 def acceptance(args, report):
-    """The pair's acceptance vector, which `optimal_tree` takes."""
-    method = METHODS["sequoia"]
-    rows = []
-    for temperature, scores in both_scores(args):
-        chances = np.array([chances_of(method, p, q, propose(method, q)).double().mean(dim=0).numpy(force=True)
-                            for p, q in scores])
-        rejected = 1 - chances.cumsum(axis=1)                                       # (texts, children), both
-        ranks = np.arange(1, 1 + chances.shape[1])
-        slope, _ = np.polyfit(np.log(ranks), np.log(rejected.mean(axis=0).clip(1e-9)), 1)
-        vector = ", ".join(f"{chance:.4f}" for chance in chances.mean(axis=0))
-        report.say(f"{named(temperature)}: b = {-slope:.2f}, acceptance_rates = [{vector}]")
-        rows += [{"temperature": temperature, "child": k, "accepted": mean(chances[:, k - 1]),
-                  "all up to it rejected": mean(rejected[:, k - 1])} for k in CHILDREN]
-    report.table(f"How often each child is the accepted one, 128 positions each of {args.count} texts", """
-        Exact for the children proposed. The chance that all of k children are rejected falls about like k^-b
-        (Definition 3.5), for the b above, by lines fitted to the logarithms.""", rows)
-    report.picture("acceptance", draw_by_column, rows, "child", "chance", {
-        "accepted": (GREEN, "-"), "all up to it rejected": (RED, "--")}, "log")     # a power law is a line
-
-def both_scores(args):
-    """Yields a temperature, and for each text the scores of both models after its last tokens, (128, V)."""
+    """The pair's acceptance vector, which `optimal_tree` takes, and how often each method rejects all."""
     models = pair_of(args).slow
     logits = [[model(text).logits[0, -128:] for model in models] for text in texts(args, args.count, 256)]
+    rows = []
     for temperature in args.temperatures:
         sampling = sequoia.Sampling(METHODS["sequoia"], [TemperatureLogitsWarper(temperature)])
-        yield temperature, ([sampling.processed(None, target, False), sampling.processed(None, draft, True)]
-                            for target, draft in tqdm(logits, named(temperature), disable=None))
-
-def propose(method, q):
-    generator = torch.Generator(q.device).manual_seed(0)
-    uniform = functools.partial(sequoia.uniform, generator=generator, device=q.device)
-    return method.propose(q, max(CHILDREN), uniform)                                    # (rows, children)
+        chances = []                                    # Sequoia's, for each text: (children,)
+        rates = {name: [] for name in METHODS}          # of rejection, for each text: (ks,)
+        for target, draft in tqdm(logits, named(temperature), disable=None):
+            p = sampling.processed(None, target, False)                             # scores, (128, V)
+            q = sampling.processed(None, draft, True)
+            for name, method in METHODS.items():
+                generator = torch.Generator(args.device).manual_seed(0)
+                uniform = functools.partial(sequoia.uniform, generator=generator, device=args.device)
+                tokens = method.propose(q, max(CHILDREN), uniform)
+                # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
+                of_k = [chances_of(method, p, q, tokens[:, :k]).double().mean(dim=0) for k in CHILDREN]
+                rates[name].append([1 - chance.sum().item() for chance in of_k])
+                if name == "sequoia":
+                    chances.append(of_k[-1].tolist())
+        vector = np.mean(chances, axis=0)
+        rejected = (1 - vector.cumsum()).clip(1e-9)
+        slope, _ = np.polyfit(np.log(range(1, 1 + len(vector))), np.log(rejected), 1)
+        report.say(f"{named(temperature)}: acceptance_rates = {vector.round(4).tolist()}, b = {-slope:.2f}")
+        for i, k in enumerate(CHILDREN):
+            row = {"temperature": temperature, "children": k}
+            of_k = {name: np.array(rate)[:, i] for name, rate in rates.items()}
+            row |= {name: estimate(truediv, rate, np.ones(len(rate))) for name, rate in of_k.items()}
+            row |= {f"{name} / sequoia": estimate(truediv, of_k[name], of_k["sequoia"])
+                    for name in ("specinfer", "topk")}
+            rows.append(row)
+    report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
+        is better. Exact for the children proposed. `/`: a ratio of rates at the same positions. Above: how
+        often Sequoia's first, second, ... child is the accepted one. All of k are rejected about as often as
+        k^-b (Definition 3.5), by a line fitted to the logarithms.""", rows)
+    report.picture("verification", draw_by_column, rows, "children", "rejection rate", {
+        "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"),
+        "naive": (GREY, ":")}, "log")
 
 def chances_of(method, p, q, tokens):
     """The chance of each child to be the accepted one, (rows, k), from scores."""
@@ -670,30 +654,7 @@ def chances_of(method, p, q, tokens):
     accepted = torch.cat(u.noted, dim=1).nan_to_num(0, posinf=1).clamp(max=1)       # 0 / 0 is NaN
     return accepted * pad((1 - accepted).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
-# --- 11  verification: how often all children are rejected (sections 3.2 and 4.2.2, Figure 3) ---------------
-@torch.inference_mode()
-def verification(args, report):
-    def rejections(method, p, q):
-        # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-        tokens = propose(method, q)
-        return [1 - chances_of(method, p, q, tokens[:, :k]).sum(dim=1).mean().item() for k in CHILDREN]
-
-    rows = []
-    for temperature, scores in both_scores(args):
-        rates = np.array([[rejections(method, p, q) for method in METHODS.values()] for p, q in scores])
-        for k, of_k in zip(CHILDREN, np.moveaxis(rates, 2, 0)):                     # (texts, methods)
-            mine = dict(zip(METHODS, of_k.T))
-            ratios = {f"{name} / sequoia": estimate(truediv, mine[name], mine["sequoia"])
-                      for name in ("specinfer", "topk")}
-            rows.append({"temperature": temperature, "children": k}
-                        | {name: mean(rate) for name, rate in mine.items()} | ratios)
-    report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
-        is better. Exact for the children proposed. `/`: a ratio of rates at the same positions.""", rows)
-    report.picture("verification", draw_by_column, rows, "children", "rejection rate", {
-        "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"), "naive": (GREY, ":")},
-        "log")                          # where a power law is a straight line
-
-# --- 12  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
+# --- 11  scaling, robustness: tokens per step (section 4.2; Figure 4, Table 8) ------------------------------
 def compare(contenders, prompts, args, label):
     """Cells of a row: everyone's tokens per step, and the first's as times those of the others."""
     runs = interleave(contenders, prompts, args, label)
@@ -710,14 +671,13 @@ def scaling(args, report):
         learner.learn(prompts[1::2])                    # from every other prompt
         rates = learner.planner.acceptance.rates()
         for size in (8, 32) if args.quick else (8, 32, 128, 512):
-            shapes = sequences_within(size)
-            k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
+            straight = best_sequences(size, rates)
             tree = optimal_tree(rates, size, min(size, 16))
-            both = {"sequoia": (tree, "sequoia"), "k sequences": (shapes[k], "sequoia"),
-                    "k, specinfer": (shapes[k], "specinfer"), "topk": (tree, "topk")}
+            both = {"sequoia": (tree, "sequoia"), "k sequences": (straight, "sequoia"),
+                    "k, specinfer": (straight, "specinfer"), "topk": (tree, "topk")}
             contenders = {name: Ours(pair.fast, temperature, *how) for name, how in both.items()}
-            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth, "k": k,
-                         "expected": expected_tokens(tree, rates)}
+            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth,
+                         "k": straight.branching, "expected": expected_tokens(tree, rates)}
                         | compare(contenders, prompts[::2], args, f"{named(temperature)}, {size} nodes"))
             if temperature == 0.6:
                 report.numbers["scaling"] = rows[-1]["sequoia / k sequences"]  # at last of the largest size
@@ -728,23 +688,20 @@ def scaling(args, report):
     report.picture("scaling", draw_by_column, rows, "nodes", "tokens per step", {
         "sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "k, specinfer": (BLUE, "--")})
 
-# --- 13  robustness: one tree by temperature and top-p (section 4.2.2, Figure 4; Table 8) -------------------
 def robustness(args, report):
-    """Tokens per step of the same 32 nodes, by three methods."""
     pair = pair_of(args)
     prompts = texts(args, args.count, 128)
     tree = optimal_tree(sequoia.PRIOR, 32, 6)
     rows = []
-    for temperature, top_p in [(temperature, 1.0) for temperature in args.temperatures] + [(1.0, 0.8), (1.0, 0.9)]:
-        contenders = {name: Ours(pair.fast, temperature, tree, name) for name in ("sequoia", "specinfer", "topk")}
-        for contender in contenders.values():
-            contender.top_p = top_p
+    for temperature, top_p in [(value, 1.0) for value in args.temperatures] + [(1.0, 0.8), (1.0, 0.9)]:
+        contenders = {name: Ours(pair.fast, temperature, tree, name, top_p=top_p)
+                      for name in ("sequoia", "specinfer", "topk")}
         rows.append({"temperature": temperature, "top-p": top_p}
                     | compare(contenders, prompts, args, f"{named(temperature)}, top-p {top_p:g}"))
     report.table(f"Tokens per step of 32x6, {args.count} prompts, {args.new_tokens} new tokens each",
                  "The same tree in all rows and columns, so only the method and the sampling differ.", rows)
 
-# --- 14  step: a picture of one real step -------------------------------------------------------------------
+# --- 12  step: pictures of one rejection and of one real step -----------------------------------------------
 KINDS = {"the text": BLACK, "accepted": GREEN, "rejected": RED, "not tried": GREY, "the target's own": BLUE}
 
 def draw_algorithm2():
@@ -754,7 +711,7 @@ def draw_algorithm2():
     _, R = verify_one_node(P, Q, b, torch.ones(1))
     D = Q.index_fill(0, b, 0)
     pairs = {"The first child:\nP and Q": (P, Q),
-             "The second, after b was rejected:\nR, the residual, and D, which is Q without b": (R, D / D.sum())}
+             "The second, after b was rejected:\nR, the residual, and D, Q without b": (R, D / D.sum())}
     fig, axes = panels(3.4, pairs, sharey=True)
     for axis, pair in zip(axes, pairs.values()):
         for place, values, colour, label in zip((-0.2, 0.2), pair, (BLUE, ORANGE), ("target", "draft")):
@@ -780,10 +737,9 @@ def step(args, report):
         return method.verify(P, q, tokens, u)
 
     def on_step(step):
-        # They were tried in this order, up to the accepted one.
-        siblings = [step.tree.children[node] for node in (0, *step.path)]
-        tried = [child for children, end in zip(siblings, [*step.path, math.inf])
-                 for child in children if child <= end]
+        # Children were tried in this order, up to the accepted one.
+        tried = [child for node, last in zip((0, *step.path), (*step.path, math.inf))
+                 for child in step.tree.children[node] if child <= last]
         steps.append((step, dict(zip(tried, noted))))
         noted.clear()
 
@@ -793,25 +749,19 @@ def step(args, report):
     for i, prompt in enumerate(tqdm(texts(args, args.count, 128), "looking for a step", disable=None)):
         torch.manual_seed(i)
         steps.clear()
-        text = decoder.generate(prompt, **request(prompt, args.temperatures[0], args.new_tokens))[0]
-        length = prompt.shape[1]
+        decoder.generate(prompt, **request(prompt, args.temperatures[0], args.new_tokens))
         for step, tried in steps:
             words = [args.tokenizer.decode(max(token, 0)) for token in (*step.node_tokens, step.token)]
             # No rejection that was sure, no acceptance that surprises, and no token that is hard to draw.
             telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
+            telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
             drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words) and len(words[-1]) > 3
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
-            telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
             if telling and drawable:
-                return show_step(report, step, tried, words, args.tokenizer.decode(text[:length]))
-            length += len(step.tokens)
+                report.say("A child is accepted with the chance target / draft: their probabilities, in what "
+                           "earlier rejections have left of both.")
+                return report.picture("step", draw_step, step, tried, words)
     raise ValueError("no step with a rejection and two accepted children was found: raise --count")
-
-def show_step(report, step, tried, words, before):
-    added = "".join(words[node] for node in (*step.path, -1))
-    report.say(f"One step after `{before[-40:]!r}` adds `{added!r}`. A child is accepted with the chance "
-               f"target / draft: their probabilities, in what earlier rejections have left of both.")
-    report.picture("step", draw_step, step, tried, words)
 
 def draw_step(step, tried, words):
     """The nodes from top to bottom, those below a node after it; on the right what each of them sees."""
@@ -820,7 +770,6 @@ def draw_step(step, tried, words):
     paths = [*tree.paths, [*tree.paths[step.path[-1]], tree.size]]
     order = sorted(range(len(paths)), key=paths.__getitem__)
     row = {node: line for line, node in enumerate(order)}
-    columns = [*range(tree.size)]                       # in level order, as everywhere in the file
     for node, path in enumerate(paths):
         kind = "accepted" if node in step.path else "rejected" if node in tried else "not tried"
         kind = "the text" if node == 0 else "the target's own" if node == tree.size else kind
@@ -836,11 +785,9 @@ def draw_step(step, tried, words):
                   bbox={"boxstyle": "round", "fc": "white", "ec": colour})
         if node in tried:
             axis.text(7.6, y, "target {:.2f}  draft {:.2f}".format(*tried[node]), va="center", color=colour)
-        # The new token was not in the pass, so it has no row in the mask. All see the text before.
-        for other in ["text", *columns] if node < tree.size else ():
-            x = 13.5 + 0.6 * columns.index(other) if other in columns else 12.5
-            shade = colour if other in ("text", *path) else "#eef0f3"
-            axis.barh(y, 0.5 + 0.4 * (other == "text"), left=x, color=shade)
+        # The new token was not in the pass, so it has no row in the mask. All see the text before, here -1.
+        for other in range(-1, tree.size) if node < tree.size else ():
+            axis.barh(y, 0.5, left=13.1 + 0.6 * other, color=colour if other in (-1, *path) else "#eef0f3")
     for kind, colour in KINDS.items():
         axis.plot([], [], "s", color=colour, label=kind)
     for x, title in ((0.8, "the tree"), (7.6, "its probabilities"), (12.5, "the mask (text, nodes 0 to 7)")):
@@ -849,39 +796,36 @@ def draw_step(step, tried, words):
     axis.axis("off")
     return fig
 
-# --- 15  The command line -----------------------------------------------------------------------------------
+# --- 13  The command line -----------------------------------------------------------------------------------
 # Prompts, new tokens of each, temperatures.
 DEFAULTS = {
     "step": (40, 64, [0.6]), "speed": (36, 128, [0.0, 0.6]), "speed --synthetic": (2, 64, [0.0]),
     "offload": (2, 32, [0.0]), "planner": (24, 64, [0.0, 0.6]), "acceptance": (60, 0, [0.2, 0.6, 1.0]),
-    "verification": (60, 0, [0.2, 0.6, 1.0]), "scaling": (14, 32, [0.2, 0.6, 1.0]),
-    "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
-COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, verification,
-                                          scaling, robustness)}
-COMMANDS["offload"] = synthetic_speed
+    "scaling": (14, 32, [0.2, 0.6, 1.0]), "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
+COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, scaling,
+                                          robustness)} | {"offload": synthetic_speed}
 
 def arguments(argv):
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("command", choices=[*COMMANDS, "all"])
     add("--target", default=str(sequoia.TINY / "target"), help="a folder or hub name (the bundled target)")
     add("--draft", default=str(sequoia.TINY / "draft"), help="the draft's (the bundled one)")
     add("--prompts", metavar="FILE", help="a text to cut prompts from (held-out standard library)")
-    add("--quick", action="store_true", help="fewer and shorter runs, written to figures/quick")
+    add("--quick", action="store_true", help="fewer and shorter runs")
     add("--device", default=sequoia.DEVICE, help="(a GPU, if any)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
+    add("--dtype", default=sequoia.DTYPE, choices=("float32", "bfloat16", "float16"),
+        help="(bfloat16 where the processor has it)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; others for some commands)")
     add("--count", type=int, metavar="N", help="prompts (40; others for some commands)")
     add("--new-tokens", type=int, metavar="N", help="for each prompt (128; others for some commands)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed, offload: a random pair of these shapes")
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or sequoia.DTYPE
     if args.device != "cpu" and args.command == "speed":        # where there is time for more
         DEFAULTS["speed --synthetic"] = 8, 128, [0.0, 0.6]
-    if any(number is not None and number < 1 for number in (args.count, args.new_tokens)):
-        parser.error("--count and --new-tokens must be at least 1")
+    if any(given is not None and given < least for given, least in ((args.count, 2), (args.new_tokens, 1))):
+        parser.error("--count must be at least 2, because one prompt has no interval, and --new-tokens 1")
     name = "speed --synthetic" if args.command == "speed" and args.synthetic else args.command
     defaults = DEFAULTS.get(name, (0, 0, []))
     if args.quick and name != "step":
@@ -890,7 +834,7 @@ def arguments(argv):
         setattr(args, option, getattr(args, option) or value)
     if args.command == "offload":
         args.synthetic = args.synthetic or ("tiny" if args.quick else "1b-68m")
-    if args.command in ("acceptance", "verification", "scaling", "robustness") and 0 in args.temperatures:
+    if args.command in ("acceptance", "scaling", "robustness") and 0 in args.temperatures:
         parser.error(f"{args.command} needs --temperatures above 0: greedy, all methods are the same")
     return args
 
@@ -898,12 +842,12 @@ def main(argv):
     args = arguments(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    is_full = args.command == "all" and not args.quick
+    folder = HERE / "figures" / ("" if is_full else "quick")
     jobs = [[args.command]]
-    folder = HERE / "figures" / "quick" if args.quick else None
     if args.command == "all":
         jobs = [[name] for name in COMMANDS]
         jobs.insert(4, ["speed", "--synthetic", "tiny" if args.quick else "1b-68m"])
-        folder = folder or HERE / "figures"
     options = [word for word in argv if word != args.command]
     try:
         report = Report(folder)
@@ -921,7 +865,7 @@ def main(argv):
             (folder / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
             readme = HERE / "README.md"
             text = with_numbers(readme.read_text(encoding="utf-8"), numbers)
-            if not args.quick:
+            if is_full:                 # a quick run only finds out whether a number is missing
                 readme.write_text(text, encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
