@@ -1,22 +1,21 @@
 """Measures what README and figures/results.md say. Each question has one command:
 
     python bench.py trees           # how many tokens per step the best trees promise, by size
-    python bench.py predict         # the paper's speed-ups, computed from data sheets
-    python bench.py step            # a picture of one real step: tree, mask, and what was accepted
+    python bench.py predict         # the paper's speed-ups, and a plan, computed from data sheets
+    python bench.py step            # pictures of one rejection, and of one real step: tree and mask
     python bench.py speed           # side by side with transformers, with --target and --draft any pair
     python bench.py speed --synthetic 1b-68m       # the same with random models of these shapes
     python bench.py offload         # the same with a target that is streamed from host memory
     python bench.py planner         # what the planner promised, and what was achieved
-    python bench.py acceptance      # how often the first, second, ... child is accepted, by temperature
-    python bench.py verification    # how often the methods reject all children
+    python bench.py acceptance      # how often the first, second, ... child is accepted, or all are rejected
     python bench.py scaling         # tokens per step by tree size, against separate sequences
     python bench.py robustness      # tokens per step of one tree, by temperature and top-p
     python bench.py all             # everything, into figures/results.md, the pictures beside it, and README
 
-A section alone prints its tables. With --quick it takes seconds, decides nothing and writes figures/quick.
+Other commands than all write to figures/quick, and so does --quick, which takes seconds and decides nothing.
 All methods take turns on the same prompts, seeds and weights. 1.33 ± 0.05 is a ratio of sums over prompts
 and half its 95% interval, which is paired: it tells how much other prompts would move the ratio."""
-import argparse, copy, functools, importlib.util, json, math, os, re, subprocess, sys, time
+import argparse, copy, functools, json, math, os, re, subprocess, sys, time
 from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
@@ -37,17 +36,15 @@ PAPER = json.loads((HERE / "figures" / "paper.json").read_text(encoding="utf-8")
 
 # --- 1  Intervals and tables --------------------------------------------------------------------------------
 class Estimate(NamedTuple):
-    """A value and half its 95% interval, NaN where nothing tells it."""
+    """A value and half its 95% interval."""
     value: float
-    half: float = math.nan
+    half: float
 
 def estimate(function, *columns):
     """A function of the sums of columns, (prompts, ...) each, with its interval. By the jackknife: how far
     the values without one prompt scatter tells how far other prompts would move it."""
     sums = [column.sum(axis=0) for column in columns]
     freedom = len(columns[0]) - 1
-    if freedom < 1:
-        return Estimate(float(function(*sums)))
     without_one = [function(*(total - column[i] for total, column in zip(sums, columns)))
                    for i in range(freedom + 1)]
     # The range of Student's t for 95%, to 1% from three degrees of freedom on.
@@ -65,14 +62,11 @@ def show(value):
     return "-" if value is None else str(value)
 
 class Report:
-    """The tables and pictures of a run: printed, and if there is a folder, also written there."""
+    """The tables and pictures of a run, printed and written to a folder. numbers: README's, by name."""
     def __init__(self, folder):
         self.folder = folder
         self.text = ""
-        self.numbers = {}               # what README quotes, by name
-        self.draws = folder is not None and importlib.util.find_spec("matplotlib") is not None
-        if folder and not self.draws:
-            print("bench.py: no pictures, as matplotlib is missing: pip install matplotlib", file=sys.stderr)
+        self.numbers = {}
 
     def say(self, text):
         print(f"{text}\n", flush=True)
@@ -84,9 +78,7 @@ class Report:
 
     def table(self, title, lesson, rows):
         """Rows, dictionaries with the same keys, as a Markdown table below its title and its lesson."""
-        cells = [list(rows[0])]
-        for row in rows:
-            cells.append([show(value) for value in row.values()])
+        cells = [list(rows[0]), *([show(value) for value in row.values()] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
         cells[1][0] = "-" * widths[0]
@@ -96,12 +88,14 @@ class Report:
             lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
         self.say("\n".join(lines))
 
-    def picture(self, name, fig, axis, ncols=6):
-        """Saves a figure, with an axis's legend below it."""
-        handles = axis.get_legend_handles_labels()
-        fig.legend(*handles, loc="outside lower center", ncols=ncols, frameon=False)
+    def picture(self, name, draw, *args):
+        """Saves the figure that draw(*args) returns, with its last axis's legend below it."""
+        if not matplotlib:
+            return print(f"bench.py: no {name}.png, as matplotlib is missing", file=sys.stderr)
+        fig = draw(*args)
+        handles = fig.axes[-1].get_legend_handles_labels()
+        fig.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
         fig.savefig(self.folder / f"{name}.png", dpi=200)
-        pyplot().close(fig)
         self.say(f"![{name}]({name}.png)")
 
 def provenance(device):
@@ -126,53 +120,47 @@ def with_numbers(readme, numbers):
     return re.sub("<!--([^>]+)-->[^<]*<!---->", marked, readme)
 
 def named(temperature):
-    return f"temperature {float(temperature):g}" if float(temperature) else "greedy"
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
-# --- 2  Pictures, if matplotlib is there --------------------------------------------------------------------
-BLACK, GREY, GREEN, RED, BLUE = "#111827", "#9ca3af", "#15803d", "#dc2626", "#2563eb"
-ORANGE, TEAL, PINK = "#ea580c", "#0891b2", "#be185d"
-
-@functools.cache
-def pyplot():
+# --- 2  Pictures --------------------------------------------------------------------------------------------
+BLACK, GREY, GREEN, RED, BLUE, ORANGE = "#111827", "#9ca3af", "#15803d", "#dc2626", "#2563eb", "#ea580c"
+try:
     import matplotlib
-    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
     matplotlib.rcParams.update({
-        "font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10.5, "xtick.labelsize": 10,
-        "ytick.labelsize": 10, "lines.linewidth": 1.8, "axes.grid": True, "grid.alpha": 0.3,
-        "axes.spines.top": False, "axes.spines.right": False})
-    from matplotlib import pyplot
-    return pyplot
+        "font.size": 10.5, "axes.titlesize": "medium", "figure.titlesize": "medium", "lines.linewidth": 1.8,
+        "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "axes.spines.top": False,
+        "axes.spines.right": False})
+except ImportError:
+    matplotlib = None                   # then there are none
 
-def panels(rows, height):
-    """A figure as wide as README's text, so that it is shown at its own size, and for each temperature of a
-    table its axis and rows."""
-    groups = {}
-    for row in rows:
-        groups.setdefault(row.get("temperature"), []).append(row)
-    subplots = functools.partial(pyplot().subplots, squeeze=False, layout="constrained", sharey=True)
-    fig, axes = subplots(1, len(groups), figsize=(8.6, height))
-    for axis, temperature in zip(axes[0], groups):
-        axis.set_title("" if temperature is None else named(temperature))
-    return fig, list(zip(axes[0], groups.values()))
+def panels(height, titles, **kwargs):
+    """A figure as wide as README's text, so that it is shown at its own size, and its axes side by side."""
+    fig = Figure(figsize=(8.6, height), layout="constrained")
+    axes = fig.subplots(1, len(titles), squeeze=False, **kwargs)[0]
+    for axis, title in zip(axes, titles):
+        axis.set_title(title)
+    return fig, axes
 
-def draw_by_column(report, name, rows, x, y, styles, scale="linear"):
-    """A table's columns against column x, with their intervals. y: their axis. styles: colours and lines."""
-    fig, found = panels(rows, 3.9)
-    for axis, mine in found:
+def draw_by_column(rows, x, y, styles, scale="linear"):
+    """A table's columns against column x, with their intervals, a panel for each temperature. y: the name of
+    their axis. styles: colours and lines. scale: "log" makes a power law a straight line."""
+    temperatures = dict.fromkeys(row["temperature"] for row in rows)
+    fig, axes = panels(3.9, [named(temperature) for temperature in temperatures], sharey=True)
+    for axis, temperature in zip(axes, temperatures):
+        mine = [row for row in rows if row["temperature"] == temperature]
         for i, (column, (colour, line)) in enumerate(styles.items()):
             heights, halves = zip(*(row[column] for row in mine))
-            has_bars = np.isfinite(halves).all()
-            # Side by side, as bars at one place would hide each other.
-            places = [row[x] * (1.06 ** (i - 1) if has_bars else 1) for row in mine]
-            axis.errorbar(places, heights, yerr=halves if has_bars else None, fmt=line, marker="o",
-                          markersize=4, elinewidth=1.2, capsize=2, color=colour, label=column)
+            places = [row[x] * 1.06 ** (i - 1) for row in mine]       # side by side, so that bars can be seen
+            axis.errorbar(places, heights, halves, fmt=line, marker="o", markersize=4, elinewidth=1.2,
+                          capsize=2, color=colour, label=column)
         axis.set_xscale("log", base=2)
-        ticks = [row[x] for row in mine][:: 1 + len(mine) // 7]
+        ticks = [row[x] for row in mine]
         axis.set_xticks(ticks, ticks)
         axis.set_xlabel(x)
     # All panels share it, so this has to wait until all are drawn.
-    found[0][0].set(ylabel=y, yscale=scale, ylim=(0 if scale == "linear" else None, None))
-    report.picture(name, fig, axis)
+    axes[0].set(ylabel=y, yscale=scale, ylim=(0 if scale == "linear" else None, None))
+    return fig
 
 # --- 3  Pairs of models, texts and requests -----------------------------------------------------------------
 class Pair:
@@ -180,8 +168,7 @@ class Pair:
     def __init__(self, target, draft, packs=True):
         self.slow = [target.eval(), draft.eval()]
         self.packs = packs and target.device.type == "cpu"
-        # All contenders decode to the same length, past any EOS.
-        for model in self.slow:
+        for model in self.slow:         # all contenders decode to the same length, past any EOS
             model.config.eos_token_id = None
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
@@ -224,22 +211,41 @@ def trees(args, report):
     rows = []
     for n in tqdm([2**i for i in range(3, 8 if args.quick else 11)], "trees", disable=None):
         tree = optimal_tree(PAPER_RATES, n, min(n, sequoia.MAX_LEVELS))
-        of_sequences = {k: expected_tokens(rival, PAPER_RATES) for k, rival in sequences_within(n).items()}
-        binary = sequoia.k_ary(2, n.bit_length() - 1)
-        found = {"sequoia": expected_tokens(tree, PAPER_RATES), "k sequences": max(of_sequences.values()),
-                 "binary tree": expected_tokens(binary, PAPER_RATES), "one sequence": of_sequences[1]}
-        rows.append({"nodes": n} | {name: Estimate(value) for name, value in found.items()})
+        found = {"sequoia": tree, "k sequences": best_sequences(n, PAPER_RATES),
+                 "binary tree": sequoia.k_ary(2, n.bit_length() - 1), "one sequence": sequoia.chain(n - 1)}
+        rows.append({"nodes": n} | {name: expected_tokens(tree, PAPER_RATES) for name, tree in found.items()})
     report.table(f"Expected tokens per step by tree size, on up to {sequoia.MAX_LEVELS} levels", """Computed,
         so exact, at the acceptance rates that the paper prints. With every doubling the optimal tree gains
         about as much again, while sequences stop gaining. k: the best of 1, 2, 4, ... 32.""", rows)
-    if report.draws:
-        draw_by_column(report, "trees", rows, "nodes", "tokens per step", {
-            "sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "binary tree": (TEAL, "-"),
-            "one sequence": (PINK, "--")})
+    report.picture("trees", draw_trees)
 
-def sequences_within(n):
-    """k sequences of equal length, of at most n nodes with the root, by k."""
-    return {k: sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n}
+def draw_trees():
+    """A first child stands straight below its parent. A node's area is its chance of acceptance."""
+    drawn = [optimal_tree(PAPER_RATES, n) for n in (8, 16, 32, 64)]
+    titles = [f"{tree.size} nodes\n{expected_tokens(tree, PAPER_RATES):.2f} tokens" for tree in drawn]
+    fig, axes = panels(4, titles, sharey=True, width_ratios=[4 + tree.children.count([]) for tree in drawn])
+    for axis, tree in zip(axes, drawn):
+        columns = {}
+        column = 0
+        for path in sorted(tree.paths):                 # those below a node after it
+            node = path[-1]
+            column += tree.ranks[node] > 0
+            columns[node] = column
+            y = len(path) - 1
+            if node:
+                axis.plot([columns[path[-2]], column, column], [y - 1, y - 1, y], color=GREY, linewidth=1)
+            chance = math.prod(PAPER_RATES[tree.ranks[node]] for node in path[1:])
+            axis.scatter(column, y, 2 + 70 * chance, color=GREEN, zorder=3)
+        axis.scatter([], [], 60, color=GREEN, label="a node: the larger, the likelier it is accepted")
+        axis.axis("off")
+        axis.set_xlim(-2, column + 2)
+    axis.invert_yaxis()
+    return fig
+
+def best_sequences(n, rates):
+    """Sequences of equal length, of at most n nodes with the root: the best number of them."""
+    found = [sequences(k, (n - 1) // k) for k in (1, 2, 4, 8, 16, 32) if k < n]
+    return max(found, key=lambda tree: expected_tokens(tree, rates))
 
 # --- 5  predict: the paper's tables from data sheets (section 4.1; Tables 1 to 4) ---------------------------
 # Width, width inside the MLP, layers, heads, heads of keys, their width, vocabulary.
@@ -286,7 +292,7 @@ def predict(args, report):
             seconds = machine.seconds(row["target"], size) + depth * drafting.seconds(row["draft"], 1)
             predicted = row["tokens_per_step"] * machine.seconds(row["target"], 1) / seconds
             rows.append({"table": table, "pair": f"{row['target']}, {row['draft']}",
-                         "temperature": f"{row['temperature']:g}", "texts": row["dataset"],
+                         "temperature": row["temperature"], "texts": row["dataset"],
                          "tree": f"{size}x{depth}", "tokens/step": row["tokens_per_step"],
                          "speed-up": row["speedup"], "predicted": predicted,
                          "off, %": 100 * (predicted / row["speedup"] - 1)})
@@ -296,6 +302,30 @@ def predict(args, report):
         {1e3 * LAUNCH:.2f} ms per layer, in which Python launches it. (Both overheads are fitted to times that
         the paper gives.) Offloaded, weights cross a link of 32 GB/s. Left out are attention to the text,
         verification, moving caches, and sampling. Trees and tokens per step are the paper's.""", rows)
+    report.picture("planner", draw_plan)
+
+def draw_plan():
+    """What the planner weighs, for trees of as many levels as the best one."""
+    target, draft = PLACES["on_device_a100"]
+    t = [target.seconds("Llama2-7B", n) for n in range(1, sequoia.MAX_NODES + 1)]
+    c = draft.seconds("JF68M", 1)
+    best = sequoia.plan(sequoia.PRIOR, range(1, len(t) + 1), t, c)
+    sizes = sorted({best.size, *(2**i for i in range(11))})
+    drawn = [optimal_tree(sequoia.PRIOR, n, min(n, best.depth)) for n in sizes]
+    tokens = np.array([expected_tokens(tree, sequoia.PRIOR) for tree in drawn])
+    seconds = np.array([t[tree.size - 1] + (tree.depth - 1) * c for tree in drawn])
+    curves = {"F(n): tokens per step": tokens, "t(n) + (d - 1) c: ms per step": 1e3 * seconds,
+              "their quotient: tokens per second": tokens / seconds}
+    fig, axes = panels(3.5, curves)
+    for axis, y in zip(axes, curves.values()):
+        axis.plot(sizes, y, color=GREEN, label=f"trees on up to d = {best.depth} levels")
+        axis.plot(best.size, y[sizes.index(best.size)], "o", color=RED, label=f"the plan: n = {best.size}")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="nodes, n", xticks=[1, 4, 16, 64, 256, 1024], ylim=(0, 1.1 * y.max()))
+        axis.xaxis.set_major_formatter("{x:.0f}")
+    fig.suptitle("Computed by bench.py predict, not measured: t(n) and c of Llama-2-7B and a 68M draft\n"
+                 "on an A100, and F(n) for acceptance rates of 0.6 / k², the planner's first guess")
+    return fig
 
 # --- 6  Contenders: ways to decode a prompt, timed side by side ---------------------------------------------
 # A contender's runs are an array, (prompts, 3): the seconds of a call, the tokens that its steps added, and
@@ -310,10 +340,10 @@ def tokens_per_step(mine):
 
 class Ours:
     """Decoding by sequoia.py. kept: whether one Decoder has all prompts."""
-    def __init__(self, models, temperature, tree, method="sequoia", kept=True):
+    def __init__(self, models, temperature, tree, method="sequoia", kept=True, top_p=1.0):
         self.temperature = temperature
         self.kept = kept
-        self.top_p = 1.0
+        self.top_p = top_p
         self.new = functools.partial(Decoder, *models, tree, method)
         self.decoder = self.new()
         self.warm_up = 8 if tree == "auto" and kept else 1       # texts, as a planner first times some trees
@@ -332,13 +362,11 @@ class Ours:
         return seconds, sum(len(step.tokens) for step in steps[1:]), len(steps) - 1
 
     def learn(self, prompts):
-        """Decodes prompts, and returns what was timed: sizes, t, c."""
-        with mock.patch.object(sequoia, "plan", wraps=sequoia.plan) as plan:
-            for prompt in tqdm(prompts, "learning", disable=None):
-                self(prompt, 64)
-            while self.planner.shape == "auto" and not plan.called:
-                self(prompts[0], 64)
-        return self.planner.latency() if plan.called else None
+        """Decodes prompts, and if the planner is free, as many more texts as it needs for a plan."""
+        for prompt in tqdm(prompts, "learning", disable=None):
+            self(prompt, 64)
+        while self.planner.shape == "auto" and self.planner.c is None:
+            self(prompts[0], 64)
 
 class Theirs:
     """One of transformers' own ways to decode. assistant: the settings of assisted generation."""
@@ -386,24 +414,8 @@ def speed(args, report):
         return synthetic_speed(args, report)
     pair = pair_of(args)
     prompts = texts(args, args.count, 128)
-    best = {}
-    for temperature in args.temperatures:
-        best[temperature] = contest(pair, prompts, temperature, args, report)
-    everyone = max(best.values(), key=len)
-    rows = []
-    pairs = [(name, "generate") for name in everyone] + [("sequoia", name) for name in everyone]
-    for mine, other in dict.fromkeys([*pairs, ("one call", "assisted"), ("kept", "assisted")]):
-        row = {"speed": f"{mine} / {other}"}
-        for temperature, found in best.items():
-            known = mine in found and other in found
-            row[named(temperature)] = over(found[mine], found[other]) if known else None
-        if mine != other:
-            rows.append(row)
-    report.table("What the speed is made of", """The fastest setting of each. `no tree / generate` is what
-        packing and tracing give, `sequoia / no tree` what the tree gives; they multiply to `sequoia /
-        generate`.""", rows)
-    if report.draws:
-        draw_speed(report, best, list(everyone)[1:])
+    best = {value: contest(pair, prompts, value, args, report) for value in args.temperatures}
+    report.picture("speed", draw_speed, best)
 
 def verdict(best, which, report):
     """Says in words which setting was the fastest, and whether a draft pays. README quotes the ratios."""
@@ -419,8 +431,8 @@ def verdict(best, which, report):
     for name, runs in best.items():
         report.numbers[f"{which}/{name}"] = over(runs, best["generate"])
         report.numbers[f"{which}/sequoia / {name}"] = over(best["sequoia"], runs)
-    generate = best["generate"]
-    report.numbers[f"{which}/pace"] = f"{generate[:, 1].sum() / generate[:, 0].sum():.0f}"
+    seconds, tokens, _ = best["generate"].sum(axis=0)
+    report.numbers[f"{which}/pace"] = f"{tokens / seconds:.0f}"
 
 def contenders_for(pair, temperature, args):
     """All who take part, by (name, setting)."""
@@ -464,39 +476,38 @@ def contest(pair, prompts, temperature, args, report):
         if setting == "auto":
             tree = contenders[name, setting].planner.tree
             setting = f"auto {tree.size}x{tree.depth}"
-        row = {"temperature": f"{temperature:g}", "method": name, "setting": setting,
-               "tokens/step": tokens_per_step(mine), "ms/token": 1e3 * mine[:, 0].mean() / args.new_tokens}
-        for peer in ("generate", "assisted", "no tree", "sequences"):
-            row[f"x {peer}"] = over(mine, best[peer])
-        rows.append(row)
-    report.table(f"{named(temperature)}: {len(prompts)} prompts of {prompts[0].shape[1]} tokens, "
-                 f"{args.new_tokens} new ones each, {args.dtype}", """`generate`, `assisted`, `prompt lookup`:
-        transformers' own. `one call`: a Decoder for each prompt. `kept`: one for all. Below it: one for all
-        and, on a CPU, packed models (not if streamed). `sequences`: SpecInfer's trees and method. `auto`: the
-        last planned tree. `x`: times the speed of that one, in its fastest setting here, which the same runs
-        choose, in its favour. Where intervals overlap, who leads is open.""", rows)
+        rows.append({"method": name, "setting": setting, "tokens/step": tokens_per_step(mine),
+                     "ms/token": 1e3 * mine[:, 0].mean() / args.new_tokens}
+                    | {f"x {peer}": over(mine, best[peer])
+                       for peer in ("generate", "assisted", "no tree", "sequences")})
+    title = f"{which}: {args.count} prompts of 128 tokens, {args.new_tokens} new ones each, {args.dtype}"
+    report.table(title, """`generate`, `assisted`, `prompt lookup`: transformers' own. `one call`: a Decoder
+        for each prompt. `kept`: one for all. Below it: one for all and, on a CPU, packed models (not if
+        streamed). `sequences`: SpecInfer's trees and method. `auto`: the last planned tree. `x`: times the
+        speed of that one, in its fastest setting here. Where intervals overlap, who leads is open.""", rows)
     verdict(best, which, report)
     return best
 
-def draw_speed(report, best, names):
-    fig, found = panels([{"temperature": temperature} for temperature in best], 4.2)
-    widest = max(sum(over(mine, runs["generate"])) for runs in best.values() for mine in runs.values())
-    packed = "no tree", "sequences", "topk", "sequoia"
-    for (axis, _), runs in zip(found, best.values()):
-        for line, name in enumerate(reversed(names)):
+def draw_speed(best):
+    fig, axes = panels(4.2, [named(temperature) for temperature in best], sharex=True, sharey=True)
+    names = [*reversed(max(best.values(), key=len))][:-1]               # all but generate, from the bottom
+    labels = {"sequences": "SpecInfer's sequences, packed", "no tree": "no tree, packed",
+              "topk": "topk, packed", "sequoia": "sequoia, packed"}
+    for axis, runs in zip(axes, best.values()):
+        for line, name in enumerate(names):
             if name in runs:
                 value, half = over(runs[name], runs["generate"])
                 colour = GREY if name.startswith(("assisted", "prompt")) else GREEN
-                axis.barh(line, value, color=colour, alpha=0.75, xerr=half, error_kw={"lw": 1.2})
-                axis.text(0.05, line, f"{value:.2f}", va="center", fontsize=10)
+                bar = axis.barh(line, value, xerr=half, color=colour, alpha=0.75)
+                axis.bar_label(bar, fmt="{:.2f}", padding=3)
         axis.axvline(1, color=BLACK, linewidth=1)
-        axis.set(xlabel="times the speed of generate", xlim=(0, 1.05 * widest))
-        axis.grid(axis="y", visible=False)
-    labels = [f"{name}, packed" if name in packed else name for name in reversed(names)]
-    axis.set_yticks(range(len(names)), labels)
+        axis.set_xlabel("times the speed of generate")
     for colour, owner in ((GREY, "transformers' own"), (GREEN, "sequoia.py")):
         axis.plot([], [], "s", color=colour, label=owner)
-    report.picture("speed", fig, axis)
+    axis.set_yticks(range(len(names)), [labels.get(name, name) for name in names])
+    axis.margins(x=0.15)
+    axis.set_xlim(0, None)
+    return fig
 
 # --- 8  speed --synthetic, offload: large models' shapes, the paper's tokens per step, random weights -------
 # Both models share a random bigram core, an embedding for each token and a head in the draft's width, and add
@@ -544,93 +555,88 @@ def synthetic_speed(args, report):
         target = random_llama(large, args, "cpu" if streams else args.device)
         if streams:
             target = sequoia.offload(target, args.device)
-        models = [target, random_llama(small, args, args.device)]
-        join(models, SHARES[temperature])
+        draft = random_llama(small, args, args.device)
+        join([target, draft], SHARES[temperature])
         prompts = torch.randint(target.config.vocab_size, (args.count, 1, 128), device=args.device)
         # A target that streams cannot be packed.
-        contest(Pair(*models, packs=not streams), prompts, temperature, args, report)
+        contest(Pair(target, draft, packs=not streams), prompts, temperature, args, report)
 
 # --- 9  planner: promised and achieved (section 4.1; appendix, Figures 7 and 8) -----------------------------
 def planner(args, report):
-    """The planned tree and others, predicted and measured, and the price of a useless draft."""
     pair = pair_of(args)
     prompts = texts(args, 2 * args.count, 128)
-    torch.manual_seed(0)
-    useless = AutoModelForCausalLM.from_config(pair.slow[1].config, dtype=pair.slow[1].dtype)
-    useless = sequoia.pack(useless.to(args.device).eval())
     rows = []
     for temperature in args.temperatures:
         auto = Ours(pair.fast, temperature, "auto")
-        sizes, t, c = auto.learn(prompts[1::2])
+        auto.learn(prompts[1::2])
+        sizes, t, c = auto.planner.latency()
         rates = auto.planner.acceptance.rates()
-        shapes = trees_around(sequoia.plan(rates, sizes, t, c), rates)
+        chosen = sequoia.plan(rates, sizes, t, c)
+        shapes = {"no tree": NO_TREE, f"{chosen.size}x{chosen.depth}, planned": chosen}
+        shapes |= {f"{n}x{depth}": optimal_tree(rates, n, depth) for n, depth in ((4, 3), (8, 4), (16, 5))}
+        shapes |= {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 64)}
+        shapes |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
         contenders = {name: Ours(pair.fast, temperature, tree) for name, tree in shapes.items()}
         contenders["goes on planning"] = auto
-        contenders["a useless draft"] = Ours([pair.fast[0], useless], temperature, "auto")
         runs = interleave(contenders, prompts[::2], args, named(temperature))
-        for name in contenders:
-            tokens = promised = None
-            if name in shapes:
-                tree = shapes[name]
-                tokens = expected_tokens(tree, rates)
-                seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * c
-                promised = tokens * t[0] / seconds if tree.size <= sizes[-1] else None
-            rows.append({"temperature": f"{temperature:g}", "tree": name, "tokens/step, predicted": tokens,
-                         "achieved": tokens_per_step(runs[name]), "x no tree, predicted": promised,
-                         "x no tree": over(runs[name], runs["no tree"])})
+        for name, mine in runs.items():
+            tree = shapes.get(name, chosen)
+            tokens = expected_tokens(tree, rates)
+            seconds = np.interp(tree.size, sizes, t) + (tree.depth - 1) * c
+            promised = tokens * t[0] / seconds if tree.size <= sizes[-1] else None
+            rows.append({"temperature": temperature, "tree": name, "tokens/step, predicted": tokens,
+                         "achieved": tokens_per_step(mine), "x no tree, predicted": promised,
+                         "x no tree": over(mine, runs["no tree"])})
         times = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in zip(sizes, t))
         report.say(f"{named(temperature)}, in ms: t(n), by n, {times}; a draft pass, c, {1e3 * c:.2f}.")
     report.table(f"Predicted and achieved, {args.count} prompts, {args.new_tokens} new tokens each", """A
-        plan promises what follows from rates and times of other prompts, so there is no
-        promise beyond the sizes timed then. Where intervals overlap, who leads is open. `any depth`: the tree
-        of a size with the most tokens per step, however many draft passes it takes.""", rows)
+        plan promises what follows from rates and times of other prompts, so there is no promise beyond the
+        sizes timed then. `goes on planning`: promised is the first plan. `any depth`: the tree of a size with
+        the most tokens per step, however many draft passes it takes.""", rows)
 
-def trees_around(chosen, rates):
-    """By name: no tree, the planned one, four beside it, three of sequences, and three of any depth."""
-    size, depth = (chosen.size, chosen.depth) if chosen.size > 1 else (8, 4)
-    shapes = {"no tree": NO_TREE, f"{chosen.size}x{chosen.depth}, planned": chosen}
-    for n, d in ((size // 2, depth - 1), (size, depth - 1), (size, depth + 1), (2 * size, depth)):
-        if 2 <= d <= n <= 1 + len(rates) * (d - 1):
-            shapes[f"{n}x{d}"] = optimal_tree(rates, n, d)
-    shapes |= {f"sequences, {k} of {length}": sequences(k, length) for k, length in SPECINFER[:3]}
-    return shapes | {f"{n}, any depth": optimal_tree(rates, n) for n in (8, 16, 64)}
+# --- 10  acceptance: how often children are accepted (Definition 3.2; 3.2 and 4.2.2; Figures 3 and 5) -------
+CHILDREN = (1, 2, 4, 8, 16, 32)
 
-# --- 10  acceptance: how often each child is the accepted one (Definition 3.2; Figures 3 and 5) -------------
 @torch.inference_mode()
 def acceptance(args, report):
-    """The pair's acceptance vector, which `optimal_tree` takes."""
-    vectors = {}
-    for temperature, p, q in both_scores(pair_of(args), args):
-        tokens = propose(METHODS["sequoia"], q, max(CHILDREN))
-        chances = chances_of(METHODS["sequoia"], p, q, tokens).double().mean(dim=0).numpy()    # (children,)
-        vectors.setdefault(temperature, []).append(chances)
-    ranks = np.arange(1, max(CHILDREN) + 1)
-    rows = [{"child": rank} for rank in ranks.tolist()]
-    slopes = []
-    for temperature, mine in vectors.items():
-        for row, column in zip(rows, np.transpose(mine)):
-            row[named(temperature)] = estimate(lambda total: total / args.count, column)
-        rejected = (1 - np.mean(mine, axis=0).cumsum()).clip(1e-9)
-        slope, _ = np.polyfit(np.log(ranks), np.log(rejected), 1)
-        slopes.append(f"{-slope:.2f} ({named(temperature)})")
-    report.table(f"How often each child is the accepted one, 128 positions each of {args.count} texts", f"""
-        Exact for the children proposed. The chance that all of k children are rejected falls about like k^-b
-        (Definition 3.5). Lines fitted to the logarithms give b = {", ".join(slopes)}.""", rows)
-
-def both_scores(pair, args):
-    """Yields a temperature, and both models' scores after each of a text's last tokens, (128, V)."""
-    logits = [[model(text).logits[0, -128:] for model in pair.slow] for text in texts(args, args.count, 256)]
+    """The pair's acceptance vector, which `optimal_tree` takes, and how often each method rejects all."""
+    models = pair_of(args).slow
+    logits = [[model(text).logits[0, -128:] for model in models] for text in texts(args, args.count, 256)]
+    rows = []
     for temperature in args.temperatures:
         sampling = sequoia.Sampling(METHODS["sequoia"], [TemperatureLogitsWarper(temperature)])
+        chances = []                                    # Sequoia's, for each text: (children,)
+        rates = {name: [] for name in METHODS}          # of rejection, for each text: (ks,)
         for target, draft in tqdm(logits, named(temperature), disable=None):
-            yield temperature, sampling.processed(None, target, False), sampling.processed(None, draft, True)
-
-def propose(method, q, k):
-    generator = torch.Generator(q.device).manual_seed(0)
-    return method.propose(q, k, functools.partial(sequoia.uniform, generator=generator, device=q.device))
-
-# --- 11  verification: how often all children are rejected (sections 3.2 and 4.2.2, Figure 3) ---------------
-CHILDREN = (1, 2, 4, 8, 16, 32)
+            p = sampling.processed(None, target, False)                             # scores, (128, V)
+            q = sampling.processed(None, draft, True)
+            for name, method in METHODS.items():
+                generator = torch.Generator(args.device).manual_seed(0)
+                uniform = functools.partial(sequoia.uniform, generator=generator, device=args.device)
+                tokens = method.propose(q, max(CHILDREN), uniform)
+                # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
+                of_k = [chances_of(method, p, q, tokens[:, :k]).double().mean(dim=0) for k in CHILDREN]
+                rates[name].append([1 - chance.sum().item() for chance in of_k])
+                if name == "sequoia":
+                    chances.append(of_k[-1].tolist())
+        vector = np.mean(chances, axis=0)
+        rejected = (1 - vector.cumsum()).clip(1e-9)
+        slope, _ = np.polyfit(np.log(range(1, 1 + len(vector))), np.log(rejected), 1)
+        report.say(f"{named(temperature)}: acceptance_rates = {vector.round(4).tolist()}, b = {-slope:.2f}")
+        for i, k in enumerate(CHILDREN):
+            row = {"temperature": temperature, "children": k}
+            of_k = {name: np.array(rate)[:, i] for name, rate in rates.items()}
+            row |= {name: estimate(truediv, rate, np.ones(len(rate))) for name, rate in of_k.items()}
+            row |= {f"{name} / sequoia": estimate(truediv, of_k[name], of_k["sequoia"])
+                    for name in ("specinfer", "topk")}
+            rows.append(row)
+    report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
+        is better. Exact for the children proposed. `/`: a ratio of rates at the same positions. Above: how
+        often Sequoia's first, second, ... child is the accepted one. All of k are rejected about as often as
+        k^-b (Definition 3.5), by a line fitted to the logarithms.""", rows)
+    report.picture("verification", draw_by_column, rows, "children", "rejection rate", {
+        "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"),
+        "naive": (GREY, ":")}, "log")
 
 def chances_of(method, p, q, tokens):
     """The chance of each child to be the accepted one, (rows, k), from scores."""
@@ -648,33 +654,14 @@ def chances_of(method, p, q, tokens):
     accepted = torch.cat(u.noted, dim=1).nan_to_num(0, posinf=1).clamp(max=1)       # 0 / 0 is NaN
     return accepted * pad((1 - accepted).cumprod(dim=1)[:, :-1], (1, 0), value=1)
 
-@torch.inference_mode()
-def verification(args, report):
-    found = {}                          # by temperature and method: (texts, ks)
-    for temperature, p, q in both_scores(pair_of(args), args):
-        for name, method in METHODS.items():
-            tokens = propose(method, q, max(CHILDREN))                                      # (rows, k)
-            # SpecTr's ratios depend on how many children there are, so each k is verified by itself.
-            accepted = [chances_of(method, p, q, tokens[:, :k]).sum(dim=1).mean().item() for k in CHILDREN]
-            found.setdefault(temperature, {}).setdefault(name, []).append(1 - np.array(accepted))
-    rows = []
-    for temperature, rates in found.items():
-        for i, k in enumerate(CHILDREN):
-            row = {"temperature": f"{temperature:g}", "children": k}
-            for name, mine in rates.items():
-                row[name] = estimate(lambda total: total / args.count, np.array(mine)[:, i])
-            for name in ("specinfer", "topk"):
-                row[f"{name} / sequoia"] = estimate(truediv, np.array(rates[name])[:, i],
-                                                    np.array(rates["sequoia"])[:, i])
-            rows.append(row)
-    report.table(f"How often all children are rejected, 128 positions in each of {args.count} texts", """Lower
-        is better. Exact for the children proposed. `/`: a ratio of rates at the same positions.""", rows)
-    if report.draws:
-        draw_by_column(report, "verification", rows, "children", "rejection rate", {
-            "sequoia": (GREEN, "-"), "specinfer": (ORANGE, "-"), "topk": (BLUE, "--"), "naive": (GREY, ":")},
-            scale="log")                # where a power law is a straight line
+# --- 11  scaling, robustness: tokens per step (section 4.2; Figure 4, Table 8) ------------------------------
+def compare(contenders, prompts, args, label):
+    """Cells of a row: everyone's tokens per step, and the first's as times those of the others."""
+    runs = interleave(contenders, prompts, args, label)
+    first, *others = runs
+    ratios = {f"{first} / {name}": estimate(truediv, runs[name][:, 2], runs[first][:, 2]) for name in others}
+    return {name: tokens_per_step(mine) for name, mine in runs.items()} | ratios
 
-# --- 12  scaling: tokens per step by tree size (section 4.2.1, Figure 4) ------------------------------------
 def scaling(args, report):
     pair = pair_of(args)
     prompts = texts(args, 2 * args.count, 128)
@@ -684,56 +671,60 @@ def scaling(args, report):
         learner.learn(prompts[1::2])                    # from every other prompt
         rates = learner.planner.acceptance.rates()
         for size in (8, 32) if args.quick else (8, 32, 128, 512):
-            shapes = sequences_within(size)
-            k = max(shapes, key=lambda k: expected_tokens(shapes[k], rates))
+            straight = best_sequences(size, rates)
             tree = optimal_tree(rates, size, min(size, 16))
-            both = {"sequoia": (tree, "sequoia"), "k sequences": (shapes[k], "sequoia"),
-                    "k, specinfer": (shapes[k], "specinfer"), "topk": (tree, "topk")}
+            both = {"sequoia": (tree, "sequoia"), "k sequences": (straight, "sequoia"),
+                    "k, specinfer": (straight, "specinfer"), "topk": (tree, "topk")}
             contenders = {name: Ours(pair.fast, temperature, *how) for name, how in both.items()}
-            runs = interleave(contenders, prompts[::2], args, f"{named(temperature)}, {size} nodes")
-            row = {"temperature": f"{temperature:g}", "nodes": size, "levels": tree.depth, "k": k,
-                   "expected": expected_tokens(tree, rates)}
-            row |= {name: tokens_per_step(mine) for name, mine in runs.items()}
-            for name in list(both)[1:]:
-                row[f"sequoia / {name}"] = estimate(truediv, runs[name][:, 2], runs["sequoia"][:, 2])
-            rows.append(row)
-            if row["temperature"] == "0.6":
-                report.numbers["scaling"] = row["sequoia / k sequences"]       # at last of the largest size
+            rows.append({"temperature": temperature, "nodes": size, "levels": tree.depth,
+                         "k": straight.branching, "expected": expected_tokens(tree, rates)}
+                        | compare(contenders, prompts[::2], args, f"{named(temperature)}, {size} nodes"))
+            if temperature == 0.6:
+                report.numbers["scaling"] = rows[-1]["sequoia / k sequences"]  # at last of the largest size
     report.table(f"Tokens per step, {args.count} prompts, {args.new_tokens} new tokens each", """
         expected, sequoia: the optimal tree. k: of 1, 2, 4, ... 32 by expected tokens. `k, specinfer`: these
         sequences, drawn and verified by SpecInfer's method. topk: the optimal tree by that method. The paper
         has up to 1.33 times the tokens of 16 sequences, at 512 nodes and temperature 0.6.""", rows)
-    if report.draws:
-        draw_by_column(report, "scaling", rows, "nodes", "tokens per step", {
-            "sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "k, specinfer": (PINK, "--")})
+    report.picture("scaling", draw_by_column, rows, "nodes", "tokens per step", {
+        "sequoia": (GREEN, "-"), "k sequences": (ORANGE, "-"), "k, specinfer": (BLUE, "--")})
 
-# --- 13  robustness: one tree by temperature and top-p (section 4.2.2, Figure 4; Table 8) -------------------
 def robustness(args, report):
-    """Tokens per step of the same 32 nodes, by three methods."""
     pair = pair_of(args)
     prompts = texts(args, args.count, 128)
     tree = optimal_tree(sequoia.PRIOR, 32, 6)
     rows = []
-    settings = [(temperature, 1.0) for temperature in args.temperatures] + [(1.0, 0.8), (1.0, 0.9)]
-    methods = "sequoia", "specinfer", "topk"
-    for temperature, top_p in settings:
-        contenders = {name: Ours(pair.fast, temperature, tree, name) for name in methods}
-        for contender in contenders.values():
-            contender.top_p = top_p
-        runs = interleave(contenders, prompts, args, f"{named(temperature)}, top-p {top_p:g}")
-        row = {"temperature": f"{temperature:g}", "top-p": f"{top_p:g}"}
-        row |= {name: tokens_per_step(mine) for name, mine in runs.items()}
-        for name in methods[1:]:
-            row[f"sequoia / {name}"] = estimate(truediv, runs[name][:, 2], runs["sequoia"][:, 2])
-        rows.append(row)
+    for temperature, top_p in [(value, 1.0) for value in args.temperatures] + [(1.0, 0.8), (1.0, 0.9)]:
+        contenders = {name: Ours(pair.fast, temperature, tree, name, top_p=top_p)
+                      for name in ("sequoia", "specinfer", "topk")}
+        rows.append({"temperature": temperature, "top-p": top_p}
+                    | compare(contenders, prompts, args, f"{named(temperature)}, top-p {top_p:g}"))
     report.table(f"Tokens per step of 32x6, {args.count} prompts, {args.new_tokens} new tokens each",
                  "The same tree in all rows and columns, so only the method and the sampling differ.", rows)
 
-# --- 14  step: a picture of one real step -------------------------------------------------------------------
+# --- 12  step: pictures of one rejection and of one real step -----------------------------------------------
 KINDS = {"the text": BLACK, "accepted": GREEN, "rejected": RED, "not tried": GREY, "the target's own": BLUE}
+
+def draw_algorithm2():
+    """The rejection of b in the tables of sequoia.py's section 3."""
+    P, Q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.7, 0.1]])
+    b = torch.tensor([1])
+    _, R = verify_one_node(P, Q, b, torch.ones(1))
+    D = Q.index_fill(0, b, 0)
+    pairs = {"The first child:\nP and Q": (P, Q),
+             "The second, after b was rejected:\nR, the residual, and D, Q without b": (R, D / D.sum())}
+    fig, axes = panels(3.4, pairs, sharey=True)
+    for axis, pair in zip(axes, pairs.values()):
+        for place, values, colour, label in zip((-0.2, 0.2), pair, (BLUE, ORANGE), ("target", "draft")):
+            bars = axis.bar(np.arange(3) + place, values, 0.38, color=colour, label=label)
+            axis.bar_label(bars, fmt="{:.2f}")
+        axis.bar(range(3), torch.minimum(*pair), 0.78, color=GREEN, label="accepted, the smaller of the two")
+        axis.set_xticks(range(3), "abc")
+        axis.margins(y=0.1)
+    return fig
 
 def step(args, report):
     """A step with a rejection and two accepted children or more, and what both models said of each."""
+    report.picture("algorithm2", draw_algorithm2)
     pair = pair_of(args)
     method = METHODS["sequoia"]
     noted = []
@@ -746,10 +737,9 @@ def step(args, report):
         return method.verify(P, q, tokens, u)
 
     def on_step(step):
-        # They were tried in this order, up to the accepted one.
-        siblings = [step.tree.children[node] for node in (0, *step.path)]
-        tried = [child for children, end in zip(siblings, [*step.path, math.inf])
-                 for child in children if child <= end]
+        # Children were tried in this order, up to the accepted one.
+        tried = [child for node, last in zip((0, *step.path), (*step.path, math.inf))
+                 for child in step.tree.children[node] if child <= last]
         steps.append((step, dict(zip(tried, noted))))
         noted.clear()
 
@@ -759,33 +749,27 @@ def step(args, report):
     for i, prompt in enumerate(tqdm(texts(args, args.count, 128), "looking for a step", disable=None)):
         torch.manual_seed(i)
         steps.clear()
-        text = decoder.generate(prompt, **request(prompt, args.temperatures[0], args.new_tokens))[0]
-        length = prompt.shape[1]
+        decoder.generate(prompt, **request(prompt, args.temperatures[0], args.new_tokens))
         for step, tried in steps:
             words = [args.tokenizer.decode(max(token, 0)) for token in (*step.node_tokens, step.token)]
             # No rejection that was sure, no acceptance that surprises, and no token that is hard to draw.
             telling = len(tried) > len(step.path) >= 2 and list(tried)[-1] in step.path
+            telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
             drawable = all(re.fullmatch(r" ?[!-~]{1,10}", word) for word in words) and len(words[-1]) > 3
             drawable &= (words[0] + words[-1]).replace(" ", "").isalpha()
-            telling &= all(R > (0.3 if child in step.path else 0.02) for child, (R, _) in tried.items())
             if telling and drawable:
-                return show_step(report, step, tried, words, args.tokenizer.decode(text[:length]))
-            length += len(step.tokens)
+                report.say("A child is accepted with the chance target / draft: their probabilities, in what "
+                           "earlier rejections have left of both.")
+                return report.picture("step", draw_step, step, tried, words)
     raise ValueError("no step with a rejection and two accepted children was found: raise --count")
 
-def show_step(report, step, tried, words, before):
+def draw_step(step, tried, words):
     """The nodes from top to bottom, those below a node after it; on the right what each of them sees."""
     tree = step.tree
-    added = "".join(words[node] for node in (*step.path, -1))
-    report.say(f"One step after `{before[-40:]!r}` adds `{added!r}`. A child is accepted with the chance "
-               f"target / draft: their probabilities, in what earlier rejections have left of both.")
-    if not report.draws:
-        return
-    fig, ((axis, _),) = panels([{}], 4.6)
+    fig, (axis,) = panels(4.6, [""])
     paths = [*tree.paths, [*tree.paths[step.path[-1]], tree.size]]
     order = sorted(range(len(paths)), key=paths.__getitem__)
     row = {node: line for line, node in enumerate(order)}
-    columns = [*range(tree.size)]                       # in level order, as everywhere in the file
     for node, path in enumerate(paths):
         kind = "accepted" if node in step.path else "rejected" if node in tried else "not tried"
         kind = "the text" if node == 0 else "the target's own" if node == tree.size else kind
@@ -801,52 +785,47 @@ def show_step(report, step, tried, words, before):
                   bbox={"boxstyle": "round", "fc": "white", "ec": colour})
         if node in tried:
             axis.text(7.6, y, "target {:.2f}  draft {:.2f}".format(*tried[node]), va="center", color=colour)
-        # The new token was not in the pass, so it has no row in the mask. All see the text before.
-        for other in ["text", *columns] if node < tree.size else ():
-            x = 13.5 + 0.6 * columns.index(other) if other in columns else 12.5
-            shade = colour if other in ("text", *path) else "#eef0f3"
-            axis.add_patch(pyplot().Rectangle((x, y - 0.4), 0.5 + 0.4 * (other == "text"), 0.8, color=shade))
+        # The new token was not in the pass, so it has no row in the mask. All see the text before, here -1.
+        for other in range(-1, tree.size) if node < tree.size else ():
+            axis.barh(y, 0.5, left=13.1 + 0.6 * other, color=colour if other in (-1, *path) else "#eef0f3")
     for kind, colour in KINDS.items():
         axis.plot([], [], "s", color=colour, label=kind)
     for x, title in ((0.8, "the tree"), (7.6, "its probabilities"), (12.5, "the mask (text, nodes 0 to 7)")):
         axis.text(x, -1, title, va="center", weight="bold")
     axis.set(xlim=(0.5, 18.4), ylim=(len(paths) - 0.4, -1.4))
     axis.axis("off")
-    report.picture("step", fig, axis)
+    return fig
 
-# --- 15  The command line -----------------------------------------------------------------------------------
+# --- 13  The command line -----------------------------------------------------------------------------------
 # Prompts, new tokens of each, temperatures.
 DEFAULTS = {
     "step": (40, 64, [0.6]), "speed": (36, 128, [0.0, 0.6]), "speed --synthetic": (2, 64, [0.0]),
     "offload": (2, 32, [0.0]), "planner": (24, 64, [0.0, 0.6]), "acceptance": (60, 0, [0.2, 0.6, 1.0]),
-    "verification": (60, 0, [0.2, 0.6, 1.0]), "scaling": (14, 32, [0.2, 0.6, 1.0]),
-    "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
-COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, verification,
-                                          scaling, robustness)}
-COMMANDS["offload"] = synthetic_speed
+    "scaling": (14, 32, [0.2, 0.6, 1.0]), "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
+COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, scaling,
+                                          robustness)} | {"offload": synthetic_speed}
 
 def arguments(argv):
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("command", choices=[*COMMANDS, "all"])
     add("--target", default=str(sequoia.TINY / "target"), help="a folder or hub name (the bundled target)")
     add("--draft", default=str(sequoia.TINY / "draft"), help="the draft's (the bundled one)")
     add("--prompts", metavar="FILE", help="a text to cut prompts from (held-out standard library)")
-    add("--quick", action="store_true", help="fewer and shorter runs, written to figures/quick")
+    add("--quick", action="store_true", help="fewer and shorter runs")
     add("--device", default=sequoia.DEVICE, help="(a GPU, if any)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 where the processor has it)")
+    add("--dtype", default=sequoia.DTYPE, choices=("float32", "bfloat16", "float16"),
+        help="(bfloat16 where the processor has it)")
     add("--temperatures", type=float, nargs="+", metavar="T", help="(0 0.6; others for some commands)")
     add("--count", type=int, metavar="N", help="prompts (40; others for some commands)")
     add("--new-tokens", type=int, metavar="N", help="for each prompt (128; others for some commands)")
     add("--tree", default="auto", help="speed: this file's tree, as for sequoia.py (auto)")
     add("--synthetic", choices=SYNTHETIC, help="speed, offload: a random pair of these shapes")
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or sequoia.DTYPE
     if args.device != "cpu" and args.command == "speed":        # where there is time for more
         DEFAULTS["speed --synthetic"] = 8, 128, [0.0, 0.6]
-    if any(number is not None and number < 1 for number in (args.count, args.new_tokens)):
-        parser.error("--count and --new-tokens must be at least 1")
+    if any(given is not None and given < least for given, least in ((args.count, 2), (args.new_tokens, 1))):
+        parser.error("--count must be at least 2, because one prompt has no interval, and --new-tokens 1")
     name = "speed --synthetic" if args.command == "speed" and args.synthetic else args.command
     defaults = DEFAULTS.get(name, (0, 0, []))
     if args.quick and name != "step":
@@ -855,7 +834,7 @@ def arguments(argv):
         setattr(args, option, getattr(args, option) or value)
     if args.command == "offload":
         args.synthetic = args.synthetic or ("tiny" if args.quick else "1b-68m")
-    if args.command in ("acceptance", "verification", "scaling", "robustness") and 0 in args.temperatures:
+    if args.command in ("acceptance", "scaling", "robustness") and 0 in args.temperatures:
         parser.error(f"{args.command} needs --temperatures above 0: greedy, all methods are the same")
     return args
 
@@ -863,12 +842,12 @@ def main(argv):
     args = arguments(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    is_full = args.command == "all" and not args.quick
+    folder = HERE / "figures" / ("" if is_full else "quick")
     jobs = [[args.command]]
-    folder = HERE / "figures" / "quick" if args.quick else None
     if args.command == "all":
         jobs = [[name] for name in COMMANDS]
         jobs.insert(4, ["speed", "--synthetic", "tiny" if args.quick else "1b-68m"])
-        folder = folder or HERE / "figures"
     options = [word for word in argv if word != args.command]
     try:
         report = Report(folder)
@@ -886,7 +865,7 @@ def main(argv):
             (folder / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
             readme = HERE / "README.md"
             text = with_numbers(readme.read_text(encoding="utf-8"), numbers)
-            if not args.quick:
+            if is_full:                 # a quick run only finds out whether a number is missing
                 readme.write_text(text, encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"bench.py: {' '.join(str(error).split())}", file=sys.stderr)
