@@ -1408,12 +1408,12 @@ def load(name, **how):
         name, output_loading_info=True, ignore_mismatched_sizes=True, **how)
     lost = loading["missing_keys"] | loading["mismatched_keys"]
     if lost:
-        raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost.pop()}")
+        raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {[*lost][:1]}")
     return model
 
 def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROMPT, chat=False,
-                  max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia", tree="auto",
-                  device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
+                  max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia",
+                  tree="auto", device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
                   trust_remote_code=False, debug=False):
     """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
 
@@ -1446,7 +1446,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     prompt.encode()
     if tree != "none" and draft == f"{TINY}/draft" and target != f"{TINY}/target":
         raise ValueError("give the target's --draft, too, or --tree none")
-    if explain and not (method == "sequoia" and temperature and top_p == 1 > top_k):
+    if explain and (method != "sequoia" or not temperature or top_p < 1 or top_k):
         raise ValueError("--explain shows Algorithm 2: --method sequoia, a --temperature above 0, all tokens")
     tokens = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
     tokenizer = tokens(target)
@@ -1488,15 +1488,15 @@ def print_steps(target, draft, text, tree, config, word):
     end = len(text) + config.max_new_tokens
     while len(text) < end:
         added = step_plainly(scores_of(target), scores_of(draft), text, tree, say=print, word=word)
-        print(f"adds {word(added)!r}\n")
+        print(f"adds {word(added)!r}\n", flush=True)    # a closed pipe must not wait for Python's end
         text = torch.cat([text, added])
 
 @torch.inference_mode()
 def main(argv=None):
     """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
-    transformers.utils.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():         # a long download must not be silent, but a log file needs no bars
-        transformers.utils.logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=decode_prompt.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in decode_prompt.__kwdefaults__.items():
@@ -1507,7 +1507,6 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try:
         decode_prompt(**vars(options))
-        print(end="", flush=True)       # now, because a closed pipe would raise at Python's end
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:             # nobody reads on, as after `| head`
