@@ -1394,7 +1394,8 @@ def offload(model, device):
     return model.eval().requires_grad_(False)
 
 # --- 14  The command line -----------------------------------------------------------------------------------
-# The parameters of `decode_prompt` are the options, with their defaults, and its docstring is the help.
+# The parameters of `decode_prompt` are the options, with their defaults, and its docstring is the help. It
+# looks at options and tokens first, because their errors should not have to wait for weights.
 TINY = Path(__file__).parent / "tiny"
 PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
           '    """Yield the names of all files in a directory that match a pattern."""\n    for name in')
@@ -1434,8 +1435,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
     trust-remote-code   run code that comes with the models
     debug               show an error's traceback"""
-    # Options and tokens come first, because their errors should not have to wait for weights.
-    first_tree = Planner(tree_shape(tree)).tree
+    first_tree = Planner(tree_shape(tree)).tree         # these lines raise for what cannot be used
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=temperature > 0,
                                            temperature=temperature, top_p=top_p, top_k=top_k)
     TemperatureLogitsWarper(temperature or 1.0)
@@ -1468,7 +1468,8 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     if target.tp_size and torch.distributed.get_rank():
         sys.stdout = None               # only rank 0 prints; the others may still report an error
     if explain:
-        return print_steps(target, draft, inputs.input_ids[0], first_tree, config, tokenizer.decode)
+        return print_steps(target, draft, inputs.input_ids[0], first_tree, tokenizer.decode, temperature,
+                           length + max_new_tokens)
     decoder = Decoder(target, draft, tree, method)
     decoder.generate(inputs, config, streamer=transformers.TextStreamer(
         tokenizer, skip_prompt=chat, skip_special_tokens=chat))
@@ -1480,12 +1481,11 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     if sys.stdout:
         print("", *lines, sep="\n", file=sys.stderr)
 
-def print_steps(target, draft, text, tree, config, word):
-    """Decodes by `step_plainly`, without caches, and prints each step."""
+def print_steps(target, draft, text, tree, word, temperature, end):
+    """Decodes up to `end` tokens or a few more by `step_plainly`, without caches, and prints each step."""
     def scores_of(model):               # as `step_plainly` asks of a draft
-        return lambda ids: never_ruled_out(model(ids[None]).logits[0, -1].double() / config.temperature, -700)
+        return lambda ids: never_ruled_out(model(ids[None]).logits[0, -1].double() / temperature, -700)
 
-    end = len(text) + config.max_new_tokens
     while len(text) < end:
         added = step_plainly(scores_of(target), scores_of(draft), text, tree, say=print, word=word)
         print(f"adds {word(added)!r}\n", flush=True)    # a closed pipe must not wait for Python's end
