@@ -1441,7 +1441,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     TemperatureLogitsWarper(temperature or 1.0)
     TopPLogitsWarper(top_p)
     TopKLogitsWarper(top_k or 1)
-    torch.Generator(device)
+    torch.empty(0, device=device)
     torch.manual_seed(seed)
     prompt.encode()
     if tree != "none" and draft == f"{TINY}/draft" and target != f"{TINY}/target":
