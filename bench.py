@@ -178,9 +178,8 @@ class Pair:
         return [sequoia.pack(model) for model in copy.deepcopy(self.slow)] if self.packs else self.slow
 
 def pair_of(args):
-    args.trust_remote_code = False
     args.tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
-    return Pair(*(sequoia.load(name, args).to(args.device) for name in (args.target, args.draft)))
+    return Pair(*(sequoia.load(name, dtype=args.dtype).to(args.device) for name in (args.target, args.draft)))
 
 def texts(args, count, length):
     """`count` pieces of `length` tokens, (1, length) each, always the same, none of which overlap: from the

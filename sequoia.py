@@ -199,7 +199,7 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     for rank, s in enumerate(tokens):
         ratio = R[s] / D[s]
         accepted = u[rank] < ratio
-        say(f"{word(s)}: R {R[s]:.2f} / D {D[s]:.2f} = {ratio:.2f}, u {u[rank]:.2f}: "
+        say(f"{word(s)!r}: R {R[s]:.2f} / D {D[s]:.2f} = {ratio:.2f}, u {u[rank]:.2f}: "
             f"{'accepted' if accepted else 'rejected'}")
         if accepted:
             return rank, None
@@ -235,7 +235,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
-    say(tree.picture([word(node_text[-1]) for node_text in texts]))
+    say(tree.picture([f"{word(node_text[-1])!r}" for node_text in texts]))
     # 2. The target scores every node's text. (Section 8 does this in one pass.)
     scores = [target(node_text) for node_text in texts]
     # 3. Algorithm 2 walks down from the root, as long as a child is accepted.
@@ -251,7 +251,7 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
         node = children[rank]
     # 4. One more token is drawn from what rejections have left of the target.
     last = draw(R[None], rand(1, 1))[0]
-    say(f"{word(last)} is drawn from what is left, with R {R[last].item():.2f}")
+    say(f"{word(last)!r} is drawn from what is left, with R {R[last].item():.2f}")
     return torch.cat([texts[node][len(text) :], last])
 
 # --- 4  The best tree (paper 3.1, Algorithm 1) --------------------------------------------------------------
@@ -1390,141 +1390,129 @@ def offload(model, device):
     return model.eval().requires_grad_(False)
 
 # --- 14  The command line -----------------------------------------------------------------------------------
+# The parameters of `decode_prompt` are the options, with their defaults, and its docstring is the help. It
+# looks at options and tokens first, because their errors should not have to wait for weights.
 TINY = Path(__file__).parent / "tiny"
 PROMPT = ('import os\n\n\ndef find_files(directory, pattern):\n'
           '    """Yield the names of all files in a directory that match a pattern."""\n    for name in')
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" or PACKS else "float32"
+stream_layers = offload         # its other name, because --offload is an option
 
-OPTIONS = dict(target=str(TINY / "target"), draft=str(TINY / "draft"), prompt=PROMPT, chat=False,
-               max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia", tree="auto",
-               device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
-               trust_remote_code=False, debug=False)
-HELP = """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
+def load(name, **how):
+    """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        name, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    lost = loading["missing_keys"] | loading["mismatched_keys"]
+    if lost:
+        raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {[*lost][:1]}")
+    return model
+
+def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROMPT, chat=False,
+                  max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia",
+                  tree="auto", device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
+                  trust_remote_code=False, debug=False):
+    """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
 
     python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt "Once upon a time"
 
-target, draft       folders or hub names of two models with the same tokens
-prompt              the text to continue
-chat                put the prompt through the chat template, and print the answer alone
-max-new-tokens      how many tokens to add
-temperature         0 is greedy, 1 the model's own
-top-p, top-k        keep the likeliest tokens of this probability together; keep this many, 0 is all
-seed                repeats a text with a fixed --tree; auto goes by timing
-method              how children are drawn and verified: sequoia, specinfer, spectr, naive or topk
-tree                auto, the fastest; none; or NODESxLEVELS, as 16x5
-device, dtype       as cuda:1 or cpu; float32, bfloat16 or float16
-offload             stream the target's layers from host memory
-compare             also time `generate` with the same target (on a CPU packed, too), once
-explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
-trust-remote-code   run code that comes with the models
-debug               show an error's traceback"""
+    target, draft       folders or hub names of two models with the same tokens
+    prompt              the text to continue
+    chat                put the prompt through the chat template, and print the answer alone
+    max-new-tokens      how many tokens to add
+    temperature         0 is greedy, 1 the model's own
+    top-p, top-k        keep the likeliest tokens of this probability together; keep this many, 0 is all
+    seed                repeats a text with a fixed --tree; auto goes by timing
+    method              how children are drawn and verified: sequoia, specinfer, spectr, naive or topk
+    tree                auto, the fastest; none; or NODESxLEVELS, as 16x5
+    device, dtype       as cuda:1 or cpu; float32, bfloat16 or float16
+    offload             stream the target's layers from host memory
+    compare             also time `generate` with the same target (on a CPU packed, too), once
+    explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
+    trust-remote-code   run code that comes with the models
+    debug               show an error's traceback"""
+    first_tree = Planner(tree_shape(tree)).tree         # these lines raise for what cannot be used
+    config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=temperature > 0,
+                                           temperature=temperature, top_p=top_p, top_k=top_k)
+    TemperatureLogitsWarper(temperature or 1.0)
+    TopPLogitsWarper(top_p)
+    TopKLogitsWarper(top_k or 1)
+    torch.empty(0, device=device)
+    torch.manual_seed(seed)
+    prompt.encode()
+    if tree != "none" and draft == f"{TINY}/draft" and target != f"{TINY}/target":
+        raise ValueError("give the target's --draft, too, or --tree none")
+    if explain and (method != "sequoia" or not temperature or top_p < 1 or top_k):
+        raise ValueError("--explain shows Algorithm 2: --method sequoia, a --temperature above 0, all tokens")
+    tokens = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    tokenizer = tokens(target)
+    if tree != "none":
+        warn_of_other_tokens(tokenizer, tokens(draft))
+    inputs = tokenizer(prompt, return_tensors="pt")
+    if chat:
+        inputs = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
+                                               add_generation_prompt=True, return_tensors="pt")
+    length = inputs.input_ids.numel()
+    if not length:
+        raise ValueError("the prompt has no tokens")
+    # Ranks share the target. It comes before the draft, because loading it makes a rank's own GPU its "cuda".
+    load_as = partial(load, dtype=dtype, trust_remote_code=trust_remote_code)
+    target = load_as(target, distributed_config={"tp_plan": "auto"})
+    draft = None if tree == "none" else pack(load_as(draft).to(device))
+    target = stream_layers(target, device) if offload else pack(target.to(device))
+    inputs = inputs.to(target.device)
+    if target.tp_size and torch.distributed.get_rank():
+        sys.stdout = None               # only rank 0 prints; the others may still report an error
+    if explain:
+        return print_steps(target, draft, inputs.input_ids[0], first_tree, tokenizer.decode, temperature,
+                           length + max_new_tokens)
+    decoder = Decoder(target, draft, tree, method)
+    decoder.generate(inputs, config, streamer=transformers.TextStreamer(
+        tokenizer, skip_prompt=chat, skip_special_tokens=chat))
+    lines = [decoder.report, *decoder.planners.values()]
+    if compare:
+        begun = time.perf_counter()
+        added = target.generate(**inputs, generation_config=config)[0, length:]
+        lines.append(f"generate alone: {len(added) / (time.perf_counter() - begun):.1f} tokens per second")
+    if sys.stdout:
+        print("", *lines, sep="\n", file=sys.stderr)
 
-def parse(argv):
-    """The options. Raises ValueError for what is wrong with them, because weights take long to load."""
-    parser = argparse.ArgumentParser("sequoia.py", usage=argparse.SUPPRESS, description=HELP,
+def print_steps(target, draft, text, tree, word, temperature, end):
+    """Decodes up to `end` tokens or a few more by `step_plainly`, without caches, and prints each step."""
+    def scores_of(model):               # as `step_plainly` asks of a draft
+        return lambda ids: never_ruled_out(model(ids[None]).logits[0, -1].double() / temperature, -700)
+
+    while len(text) < end:
+        added = step_plainly(scores_of(target), scores_of(draft), text, tree, say=print, word=word)
+        print(f"adds {word(added)!r}\n", flush=True)    # a closed pipe must not wait for Python's end
+        text = torch.cat([text, added])
+
+@torch.inference_mode()
+def main(argv=None):
+    """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():         # a long download must not be silent, but a log file needs no bars
+        transformers.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=decode_prompt.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in OPTIONS.items():
+    for name, default in decode_prompt.__kwdefaults__.items():
         kwargs = {"type": type(default), "default": default, "choices": METHODS if name == "method" else None}
         if default is False:
             kwargs = {"action": "store_true"}
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"default: {default}", **kwargs)
-    args = parser.parse_args(argv)
-    args.tree = tree_shape(args.tree)
-    Planner(args.tree)          # these raise for what cannot be used
-    args.config = transformers.GenerationConfig(
-        max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0, temperature=args.temperature,
-        top_p=args.top_p, top_k=args.top_k)
-    TemperatureLogitsWarper(args.temperature or 1.0)
-    TopPLogitsWarper(args.top_p)
-    TopKLogitsWarper(args.top_k or 1)
-    torch.empty(0, device=args.device)
-    torch.manual_seed(args.seed)
-    args.prompt.encode()
-    if args.tree != NO_TREE and args.draft == OPTIONS["draft"] and args.target != OPTIONS["target"]:
-        raise ValueError("give the target's --draft, too, or --tree none")
-    if args.explain and not (args.method == "sequoia" and args.temperature and args.top_p == 1 > args.top_k):
-        raise ValueError("--explain shows how Algorithm 2 samples: with --method sequoia, a --temperature "
-                         "above 0, and all tokens")
-    return args
-
-def load(name, args, distributed_config=None):
-    """A model. Raises ValueError if weights are missing, as transformers would fill in random numbers."""
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=args.dtype, trust_remote_code=args.trust_remote_code, output_loading_info=True,
-        ignore_mismatched_sizes=True, distributed_config=distributed_config)
-    lost = [*loading["missing_keys"], *loading["mismatched_keys"]]
-    if lost:
-        raise ValueError(f"cannot load {name}: {len(lost)} weights missing or of other shapes: {lost[:1]}")
-    return model
-
-@torch.inference_mode()
-def decode_prompt(args):
-    # Tokens come first, because their errors should not have to wait for weights.
-    tokens = transformers.AutoTokenizer.from_pretrained
-    tokenizer = tokens(args.target, trust_remote_code=args.trust_remote_code)
-    if args.tree != NO_TREE:
-        warn_of_other_tokens(tokenizer, tokens(args.draft, trust_remote_code=args.trust_remote_code))
-    inputs = tokenizer(args.prompt, return_tensors="pt")
-    if args.chat:
-        inputs = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], return_dict=True,
-                                               add_generation_prompt=True, return_tensors="pt")
-    if not inputs["input_ids"].numel():
-        raise ValueError("the prompt has no tokens")
-    # Ranks share the target. It comes first, because loading it makes a rank's own GPU its "cuda".
-    are_ranks = torch.distributed.is_torchelastic_launched()
-    target = load(args.target, args, {"tp_plan": "auto"} if are_ranks else None)
-    if are_ranks and torch.distributed.get_rank():
-        sys.stdout = None               # only rank 0 prints; the others may still report an error
-    draft = None if args.tree == NO_TREE else pack(load(args.draft, args).to(args.device))
-    target = offload(target, args.device) if args.offload else pack(target.to(args.device))
-    inputs = inputs.to(target.device)
-    if args.explain:
-        return explain(target, draft, tokenizer, inputs["input_ids"][0], args)
-    decoder = Decoder(target, draft, args.tree, args.method)
-    streamer = transformers.TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=args.chat)
-    decoder.generate(inputs, args.config, streamer=streamer)
-    lines = [decoder.report, *decoder.planners.values()]
-    if args.compare:
-        begun = time.perf_counter()
-        text = target.generate(**inputs, generation_config=args.config)[0]
-        added = len(text) - inputs["input_ids"].shape[1]
-        lines.append(f"generate alone: {added / (time.perf_counter() - begun):.1f} tokens per second")
-    if sys.stdout:
-        print("", *lines, sep="\n", file=sys.stderr)
-
-def explain(target, draft, tokenizer, text, args):
-    """Decodes after a text by `step_plainly`, without caches, and prints each step."""
-    def scores(model, ids):             # as `step_plainly` asks of a draft
-        return never_ruled_out(model(ids[None]).logits[0, -1].double() / args.temperature, -700)
-
-    word = lambda tokens: repr(tokenizer.decode(tokens))
-    tree = Planner(args.tree).tree
-    end = len(text) + args.max_new_tokens
-    while len(text) < end:
-        added = step_plainly(partial(scores, target), partial(scores, draft), text, tree, None, print, word)
-        print(f"adds {word(added)}\n")
-        text = torch.cat([text, added])
-
-def main(argv=None):
-    """Returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
-    transformers.utils.logging.set_verbosity_error()
-    if not sys.stderr.isatty():         # a long download must not be silent, but a log file needs no bars
-        transformers.utils.logging.disable_progress_bar()
+    options = parser.parse_args(argv)
     try:
-        decode_prompt(parse(argv))
-        print(end="", flush=True)       # now, because a closed pipe would raise at Python's end
-        return 0
+        decode_prompt(**vars(options))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:             # nobody reads on, as after `| head`
         sys.stdout = None
-        return 0
     except Exception as error:          # damaged files, missing devices and the like raise any kind
-        if "--debug" in (argv or sys.argv):
+        if options.debug:
             raise
         print(f"sequoia.py: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    return 0
 
 if __name__ == "__main__":
     sys.exit(main())
