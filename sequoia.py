@@ -38,7 +38,7 @@ Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
 transformers 5.17, or later ones. MIT licence, copyright (c) 2026 the sequoia.py authors."""
 import argparse, sys, time, warnings
-from collections import defaultdict, deque, namedtuple
+from collections import defaultdict, namedtuple
 from contextlib import suppress
 from functools import lru_cache, partial
 from heapq import heappop, heappush
@@ -776,18 +776,17 @@ class TreeStep:
 # it takes the tree with the most tokens per second, F(T) / (t(n) + (d - 1) c), or none at all.
 MAX_NODES = 1024                        # of a tree that is planned, or given by its shape
 MAX_LEVELS = 24                         # of a tree from `plan`
-FIRST_SHAPE = 8, 4                      # nodes (the root is one) and levels of the first tree of "auto"
-GPU_SHAPE = 64, 6                       # where a pass over 64 nodes takes hardly longer than one over 8
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
-TIMINGS = 3                             # a tree's time is the least of its last TIMINGS steps'
-# Trials lose time, which later steps must gain back. So they need so many steps, those done and those that
-# the rest of the text will take, at an assumed number of tokens per step:
-WORTH_A_LOOK = 30       # for steps without a tree: a first text of 60 tokens has them
-WORTH_TRIALS = 130      # for other trees: a first text of 260 tokens
-TOKENS_PER_STEP = 2
-CAPTURE_COST = 30       # times as many where each tree must be captured first
-DOUBT = 0.9             # a few steps do not tell that a tree does not pay, unless it is that much slower
+# What "auto" times first: a tree, no tree, and sequences of as many nodes, whose draft passes tell c. On a GPU
+# a pass over 64 nodes takes hardly longer than one over 8. (A chain of 63 would take 63 draft passes.)
+CPU_TRIALS = [optimal_tree(PRIOR, 8, 4), NO_TREE, chain(7)]
+GPU_TRIALS = [optimal_tree(PRIOR, 64, 6), NO_TREE, sequences(3, 21)]
+TIMINGS = 3                             # a tree's time is the least of so many
+# Trials lose time, which other tokens must gain back. So each needs so many: those that the text may still
+# get, and one for each step so far. Until then the plan is used, which at first is the first tree.
+TOKENS_FOR_TRIALS = 60, 60, 260
+CAPTURE_COST = 30                       # times as many where each tree must be captured first
 
 def likeliest_tree(rates, size, depth):
     """A fast `optimal_tree` for rates, (ranks,), that fall. It takes milliseconds, and where no tree is as
@@ -814,20 +813,16 @@ def plan(rates, sizes, t, c):
 
     For d = 1, 2, ... levels it keeps the largest chances of nodes, sorted. Their sum up to n is F of the best
     tree of n nodes (see `likeliest_tree`), so one array answers for all n."""
-    def likeliest(chances):
-        return np.sort(chances, axis=None)[::-1][: sizes[-1]]                           # (nodes,)
-
-    most = 0.0                                      # tokens per second
-    last_level = chances = np.ones(1)               # of the likeliest nodes
+    options = []                                    # tokens per second, n, d
+    chances = np.ones(1)                            # the root's
     for depth in range(1, MAX_LEVELS + 1):
         n = np.arange(1, len(chances) + 1)
         tokens_per_second = chances.cumsum() / (np.interp(n, sizes, t) + (depth - 1) * c)
-        if tokens_per_second.max() > most:
-            most = tokens_per_second.max()
-            best = n[tokens_per_second.argmax()], depth
-        last_level = likeliest(np.outer(last_level, rates))
-        chances = likeliest(np.append(chances, last_level))
-    return likeliest_tree(rates, *best)
+        options.append((tokens_per_second.max(), n[tokens_per_second.argmax()], depth))
+        # With one more level the nodes are the root and all of their children.
+        chances = np.sort(np.append(1.0, np.outer(chances, rates)))[::-1][: sizes[-1]]
+    _, size, depth = max(options)
+    return likeliest_tree(rates, size, depth)
 
 class AcceptanceRates:
     """Counts how often a node had a first, second, ... child, and how often that was the accepted one."""
@@ -850,98 +845,87 @@ class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
     shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest.
 
-    tree: the plan. due: the trees of the next steps, in order. When all of them have been timed, `plan_again`
-    makes a plan, and says what is due next. For example, with 8x4 for 8 nodes on 4 levels:
+    Each tree that is used is timed three times, and whenever one has its times, the planner plans again. Each
+    time that the number of steps has doubled, every tree's oldest time is dropped, so the trials are timed
+    once more, and trees that are no longer used are forgotten. For example, with 8x4 for 8 nodes on 4 levels:
 
-        8x4 8x4 8x4  none none none  8x8 8x8 8x8     three trials; 8x8 is a chain, whose 7 draft passes tell c
-        12x5 12x5 12x5                               a plan of a size that was not timed is timed at once
-        12x5 ... 12x5  8x4  none  8x8                a known one stays for as many steps as so far; then the
-                                                     trials' times are made fresh, and a new plan is made
+        8x4 8x4 8x4  none none none  8x8 8x8 8x8     the trials; 8x8 is a chain
+        12x4 12x4 12x4  18x4 18x4 18x4               two plans, which took longer than was hoped
+        8x3 8x3 8x3 8x3 ...                          the third, which did not, so it stays
+        8x4  none  8x8  8x3 8x3 8x3 ...              the trials again, and a plan, here the same
 
-    In a short text no trial pays, so the plan is used instead (`next_tree`). Until there is one, it is the
-    first tree, or no tree where steps without one have turned out to be clearly faster (`learn`)."""
+    tree: the plan."""
 
     def __init__(self, shape, on_gpu=False):
         self.shape = shape
-        self.least_gain = 1.05 if on_gpu else 1.0       # of another tree, which a GPU must capture
+        self.least_gain = 1.05 if on_gpu else 1.02      # of another tree, which a GPU must capture
         self.acceptance = AcceptanceRates()
-        self.seconds = defaultdict(partial(deque, maxlen=TIMINGS))      # of each tree's last steps
+        self.seconds = defaultdict(list)                # by tree: its times, the oldest first
         self.steps = 0
-        self.c = None                           # until it is known
-        self.tree = shape
+        self.renewal = 16                               # the step at which times are dropped next
         self.trials = []
-        if not isinstance(shape, Tree):
-            first = GPU_SHAPE if on_gpu else FIRST_SHAPE
-            self.tree = optimal_tree(PRIOR, *(first if shape == "auto" else shape))
         if shape == "auto":
-            k = 1 + self.tree.size // 32        # because a chain of 63 would take 63 draft passes
-            self.trials = [self.tree, NO_TREE, sequences(k, (self.tree.size - 1) // k)]
-        self.due = [tree for tree in self.trials or [self.tree] for _ in range(TIMINGS)]
+            self.trials = GPU_TRIALS if on_gpu else CPU_TRIALS
+            self.tree = self.trials[0]
+        else:
+            self.tree = shape if isinstance(shape, Tree) else optimal_tree(PRIOR, *shape)
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
-        steps_in_all = self.steps + tokens_left / TOKENS_PER_STEP
-        needed = trial_cost * (WORTH_TRIALS if NO_TREE in self.seconds else WORTH_A_LOOK)
-        return self.due[0] if steps_in_all >= needed else self.tree
+        for tree, tokens in zip(self.trials, TOKENS_FOR_TRIALS):
+            if len(self.seconds[tree]) < TIMINGS and self.steps + tokens_left >= trial_cost * tokens:
+                return tree
+        return self.tree
 
     def learn(self, step):
         """Learns from a step which of the children were accepted, and how long it took."""
         self.steps += 1
         self.acceptance.learn(step)
-        if step.seconds:
-            self.seconds[step.tree].append(step.seconds)
-            if step.tree == self.due[0]:
-                del self.due[0]
+        if self.steps == self.renewal:
+            self.renewal *= 2
+            for seconds in self.seconds.values():
+                del seconds[:1]
+        seconds = self.seconds[step.tree]
+        if step.seconds and len(seconds) < TIMINGS:
+            seconds.append(step.seconds)
+            if len(seconds) == TIMINGS and not isinstance(self.shape, Tree):
+                self.plan_again()
+
+    def plan_again(self):
         rates = self.acceptance.rates()
-        timed = [tree for tree in self.trials if tree in self.seconds]
-        if not self.due:
-            self.plan_again(rates)
-        elif timed and timed == self.trials[:2]:        # the first tree and none, but not the third yet
-            first = self.trials[0]
-            gained = expected_tokens(first, rates) * min(self.seconds[NO_TREE])
-            self.tree = NO_TREE if gained < DOUBT * min(self.seconds[first]) else first
-
-    def __str__(self):
-        times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
-                          for tree, seconds in self.seconds.items() if tree in (*self.trials, self.tree))
-        c = "" if self.c is None else f"; of a draft pass {1e3 * self.c:.1f}"
-        return (f"first, second, third child accepted {self.acceptance.rates()[:3].round(2)}; "
-                f"least ms of a step: {times or 'none timed'}{c}")
-
-    def plan_again(self, rates):
-        sizes, t, c = [1], [1.0], 0.0           # for a shape, which goes by tokens alone
-        tree = self.shape
-        if self.shape == "auto":
-            sizes, t, c = self.latency()
-            self.c = c
-            # Let us hope that half as many nodes again as the largest timed size take no longer. If they are
-            # the plan, they will be timed.
-            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], c)
-        elif not isinstance(tree, Tree):
-            tree = likeliest_tree(rates, *tree)
+        sizes, t, c = self.latency()
 
         def tokens_per_second(tree):
             return expected_tokens(tree, rates) / (np.interp(tree.size, sizes, t) + (tree.depth - 1) * c)
 
+        if self.shape != "auto":
+            tree = likeliest_tree(rates, *self.shape)
+        elif c:
+            # Let us hope that half as many nodes again as the largest timed size take no longer. A plan is
+            # timed by being used, and so corrected: in float32 on a CPU two nodes may take as long as eight.
+            tree = plan(rates, [*sizes, min(3 * sizes[-1] // 2, MAX_NODES)], [*t, t[-1]], c)
+        else:                   # as c is unknown, no other tree's time can be told
+            tree = max(self.trials[:2], key=tokens_per_second)
         if tokens_per_second(tree) > self.least_gain * tokens_per_second(self.tree):
             self.tree = tree
-        is_timed = any(0.8 * size <= self.tree.size <= 1.25 * size for size in sizes)       # nearly
-        if is_timed or self.shape != "auto":
-            self.due = max(self.steps, 8) * [self.tree] + self.trials
-        else:
-            self.due = TIMINGS * [self.tree]
 
     def latency(self):
-        """The timed sizes, t(n) for each, and c. As noise only adds to a time, a tree's least one counts."""
-        least = {tree: min(seconds) for tree, seconds in self.seconds.items() if len(seconds) == TIMINGS}
-        # The first tree and the sequences are of one size, so only draft passes make a difference.
-        first, _, straight = self.trials
-        c = max(0.0, (least[straight] - least[first]) / (straight.depth - first.depth))
-        sizes = sorted({tree.size for tree in least})
-        # Fewer nodes take no more time, so where they do it is noise.
-        t = [min(seconds - (tree.depth - 1) * c for tree, seconds in least.items() if tree.size >= size)
-             for size in sizes]
-        return sizes, t, c
+        """The timed sizes, t(n) for each, and c, 0 if unknown. As noise only adds, the least time counts."""
+        least = {tree: min(seconds) for tree, seconds in self.seconds.items() if seconds}
+        c = 0.0
+        if self.trials and self.trials[-1] in least:
+            first, _, straight = self.trials        # both of one size, so only draft passes differ
+            c = max(1e-9, (least[straight] - least[first]) / (straight.depth - first.depth))
+        t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in sorted(least, key=len)}
+        return [*t], [*t.values()], c
+
+    def __str__(self):
+        times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
+                          for tree, seconds in self.seconds.items() if seconds)
+        _, _, c = self.latency()
+        c = f"; of a draft pass {1e3 * c:.1f}" if c else ""
+        return (f"first, second, third child accepted {self.acceptance.rates()[:3].round(2)}; "
+                f"least ms of a step: {times or 'none timed'}{c}")
 
 # --- 10  Other methods --------------------------------------------------------------------------------------
 # SpecInfer and SpecTr draw children with replacement, and so lack cover: with P = (1, 0), Q = (.5, .5) and

@@ -870,47 +870,47 @@ def all_steps(planner, count, seconds=lambda tree: 1.0, path=()):
     return trees
 
 @quick
-@pytest.mark.parametrize("best", [chain(6), NO_TREE])
-def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_are_forgotten(best):
-    """First 9 trials, then their 3 trees where steps have doubled."""
+def test_trials_and_new_plans_are_timed_three_times_and_old_times_are_dropped_at_doubling_steps():
+    """So slow first times are forgotten, and with them the trees that are no longer used."""
     planner = Planner("auto")
     trials = planner.trials
-    found = []
-    seen = []
-
-    def plan(rates, sizes, t, c):
-        found.append(planner.steps)
-        assert {len(planner.seconds[tree]) for tree in trials} == {sequoia.TIMINGS}
-        return best
+    plans = [chain(6), chain(3)]
+    promised = lambda tree, rates: 9.0 if tree == plans[0] else 2.0 if tree == chain(6) else 1.0
 
     def seconds(tree):
         seen.append(tree)
         return 1.0 if seen.count(tree) > 1 else 9.0
 
-    promise = mock.patch.object(sequoia, "expected_tokens", lambda tree, rates: 9.0 if tree == best else 1.0)
-    with mock.patch.object(sequoia, "plan", plan), promise:
-        trees = all_steps(planner, 100, seconds)
-    assert found == [9, 21, 45, 93]
-    assert trees[:9] == [tree for tree in trials for _ in range(3)]
-    assert trees[found[-1] - 3 : found[-1]] == trials
+    seen = []
+    with mock.patch.multiple(sequoia, plan=lambda *args: plans[0], expected_tokens=promised):
+        assert all_steps(planner, 12, seconds) == [tree for tree in (*trials, chain(6)) for _ in range(3)]
+        del plans[0]
+        assert all_steps(planner, 4 + 3, seconds) == 4 * [chain(6)] + trials
+        assert planner.tree == chain(3)
+        assert all_steps(planner, 13 + 3, seconds) == 13 * [chain(3)] + trials
     assert {max(planner.seconds[tree]) for tree in trials} == {1.0}
+    all_steps(planner, 128)
+    assert not planner.seconds[chain(6)]
 
 @quick
-def test_a_plan_whose_size_was_not_timed_is_timed_at_once_and_may_be_half_as_large_again_as_those():
+@pytest.mark.parametrize("size", [4, 7, 12])
+def test_any_plan_is_timed_at_once_and_may_be_half_as_large_again_as_the_largest_timed_tree(size):
     """A time between two sizes is a guess: in float32 on a CPU two nodes may take as long as eight."""
-    for size, timed in ((4, 3), (7, 9), (12, 3)):
-        planner = Planner("auto")
-        best = sequoia.likeliest_tree(sequoia.PRIOR, size, 5)
-        asked = mock.Mock(return_value=best)
-        promised = lambda tree, rates: 9.0 if tree == best else 1.0
-        with mock.patch.multiple(sequoia, plan=asked, expected_tokens=promised):
-            assert all_steps(planner, 19)[9 : 9 + timed] == timed * [best]
-        assert asked.call_args_list[0].args[1:] == ([1, 8, 12], [1.0, 1.0, 1.0], 0.0)
-        assert asked.call_count == (2 if timed == 3 else 1)
+    planner = Planner("auto")
+    best = sequoia.likeliest_tree(sequoia.PRIOR, size, 5)
+    asked = mock.Mock(return_value=best)
+    promised = lambda tree, rates: 9.0 if tree == best else 1.0
+    with mock.patch.multiple(sequoia, plan=asked, expected_tokens=promised):
+        assert all_steps(planner, 15)[9:] == 6 * [best]
+    _, sizes, times, c = asked.call_args_list[0].args
+    assert sizes == [1, 8, 12]
+    assert [*times, c] == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=1e-6)
+    assert size in asked.call_args_list[1].args[1]
+    assert asked.call_count == 2
 
 @quick
 def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_plan_needs_more_steps():
-    """In each step, as rates are learned. A text of 60 tokens is worth a look, one of 200 all trials."""
+    """A text of 60 tokens is worth a look, one of 260 all trials."""
     first = Planner("auto").tree
     child = first.children[0][0]
     both = [child, first.children[child][0]]
@@ -921,12 +921,14 @@ def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_
             trees.append(planner.next_tree(tokens_left=70))
             accepted = path[: trees[-1].depth - 1]
             planner.learn(Step(trees[-1], 8 * [0], accepted, 0, slow if trees[-1] == first else 1.0))
-        assert trees[:4] == 3 * [first] + [NO_TREE]
-        assert {*trees[4:]} == {NO_TREE if plan == "none" else first}
+        assert trees[:6] == 3 * [first] + 3 * [NO_TREE]
+        assert {*trees[6:]} == {NO_TREE if plan == "none" else first}
     short = Planner("auto")
-    for _ in range(9):
-        short.learn(Step(first, 8 * [0], [], 0, 1.0))
+    for _ in range(33):
         assert short.next_tree(26) == first
+        short.learn(Step(first, 8 * [0], [], 0, 1.0))
+    short.learn(Step(first, 8 * [0], [], 0, 1.0))
+    assert short.next_tree(26) == NO_TREE
 
 @quick
 def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
@@ -935,31 +937,32 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     assert {*all_steps(stays, 20)} == {LATE}
     assert trees[0] == optimal_tree(sequoia.PRIOR, 8, 4)
     assert trees[0] != trees[16]
-    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {3, 11, 22, 44, 88}
+    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {3, 6, 16, 32, 64}
 
 @quick
-@pytest.mark.parametrize("cost, begun", [(1, 92), (4, 482)])
-def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back(cost, begun):
-    """Until then the first tree is used, and timed."""
+@pytest.mark.parametrize("cost, begun", [(1, 184), (4, 964)])
+def test_sequences_are_timed_only_where_enough_tokens_are_left_to_gain_their_time_back(cost, begun):
+    """Until then the plan is used, here the first tree."""
     planner = Planner("auto")
-    first = planner.tree
-    planner.seconds[NO_TREE] += [9.0]                           # as if at a text's end, and slow
-    timed = Step(first, [0] * 8, [], 0, 1.0)
-    for _ in range(begun):
-        assert planner.next_tree(76, cost) == first
-        planner.learn(timed)
-    planner.learn(Step(NO_TREE, [0], [], 0, None))              # without a time it was no trial
-    assert planner.next_tree(76, cost) == NO_TREE
+    first, _, straight = planner.trials
+    for tree in (first, NO_TREE):
+        planner.seconds[tree] += 3 * [1.0]
+    planner.steps = begun - 1
+    assert planner.next_tree(76, cost) == first
+    planner.learn(Step(straight, [0] * 8, [], 0, None))         # without a time it was no trial
+    assert planner.next_tree(76, cost) == straight
 
-def test_fewer_nodes_take_no_more_time_and_a_draft_pass_none_below_zero():
+@quick
+@pytest.mark.parametrize("straight, c", [(9.0, 1.0), (4.0, 0.0)])
+def test_sequences_tell_a_draft_pass_which_takes_no_less_than_nothing_and_the_least_time_counts(straight, c):
     planner = Planner("auto")
-    for tree, seconds in zip((*planner.trials, k_ary(2, 3), chain(1)), (2.0, 3.0, 1.0, 2.0, 9.0)):
+    for tree, seconds in zip((*planner.trials, k_ary(2, 3)), (5.0, 3.0, straight, 7.0)):
         planner.seconds[tree] += [20.0, seconds, 10.0]
-    planner.seconds[chain(2)] += 2 * [0.1]                      # not timed often enough
-    sizes, t, c = planner.latency()
-    assert sizes == [1, 2, 7, 8]
-    assert [*t] == [1.0, 1.0, 1.0, 1.0]
-    assert c == 0.0
+    planner.seconds[chain(2)]                                   # all of its times have been dropped
+    sizes, t, found = planner.latency()
+    assert sizes == [1, 7, 8]
+    assert t == pytest.approx([3.0, 7.0 - 2 * c, straight - 7 * c], abs=1e-6)
+    assert found == pytest.approx(c, abs=1e-6)
 
 falling = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6).map(
     lambda rates: np.array(sorted(rates, reverse=True)))
@@ -1472,12 +1475,13 @@ def test_on_a_gpu_a_larger_tree_comes_first_and_none_and_sequences_of_its_size_a
 @quick
 def test_where_a_tree_must_be_worth_its_graph_it_is_replaced_only_for_more_than_five_percent_more_tokens():
     planner = Planner((8, 4), on_gpu=True)
-    planner.steps = 8
     first = planner.tree
+    planner.seconds[first] += [1.0]
+    planner.acceptance = mock.Mock(rates=lambda: np.array([0.99, 0.01]))
     for gain, stays in ((1.04, True), (1.06, False)):
         promise = lambda tree, rates: 1.0 if tree == first else gain
         with mock.patch.object(sequoia, "expected_tokens", promise):
-            planner.plan_again(np.array([0.99, 0.01]))
+            planner.plan_again()
         assert (planner.tree == first) == stays
 
 @needs_cuda
@@ -1678,7 +1682,7 @@ random.seed(rank)
 torch.manual_seed(rank)
 clock = itertools.accumulate(iter(random.random, None))
 sequoia.time = types.SimpleNamespace(perf_counter=lambda: next(clock))
-sequoia.WORTH_TRIALS = sequoia.WORTH_A_LOOK = 0
+sequoia.TOKENS_FOR_TRIALS = 0, 0, 0
 load = transformers.AutoModelForCausalLM.from_pretrained
 target = sequoia.pack(load("target", distributed_config={"tp_plan": "auto"}))
 draft = load("draft")
