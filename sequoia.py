@@ -778,14 +778,13 @@ MAX_NODES = 1024                        # of a tree that is planned, or given by
 MAX_LEVELS = 24                         # of a tree from `plan`
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
-# What "auto" times first: a tree, no tree, and sequences of as many nodes, whose draft passes tell c. On a GPU
-# a pass over 64 nodes takes hardly longer than one over 8. (A chain of 63 would take 63 draft passes.)
+# What "auto" times first: a tree, no tree, and sequences of the tree's size, whose draft passes tell c. On a
+# GPU 64 nodes take hardly longer than 8. (A chain of 63 would take 63 draft passes.)
 CPU_TRIALS = [optimal_tree(PRIOR, 8, 4), NO_TREE, chain(7)]
 GPU_TRIALS = [optimal_tree(PRIOR, 64, 6), NO_TREE, sequences(3, 21)]
 TIMINGS = 3                             # a tree's time is the least of so many
-# Trials lose time, which other tokens must gain back. So each needs so many: those that the text may still
-# get, and one for each step so far. Until then the plan is used, which at first is the first tree.
-TOKENS_FOR_TRIALS = 60, 60, 260
+# Trials lose time, which other tokens must gain back: those that are left, and one for each step so far.
+TOKENS_FOR_TRIALS = 60, 60, 260         # so many make each of them worth its time
 CAPTURE_COST = 30                       # times as many where each tree must be captured first
 
 def likeliest_tree(rates, size, depth):
@@ -828,7 +827,7 @@ class AcceptanceRates:
     """Counts how often a node had a first, second, ... child, and how often that was the accepted one."""
 
     def __init__(self):
-        self.accepted = PRIOR_WEIGHT * np.ones(len(PRIOR))
+        self.accepted = np.full_like(PRIOR, PRIOR_WEIGHT)
         self.had = self.accepted / PRIOR
 
     def learn(self, step):
@@ -878,7 +877,6 @@ class Planner:
         return self.tree
 
     def learn(self, step):
-        """Learns from a step which of the children were accepted, and how long it took."""
         self.steps += 1
         self.acceptance.learn(step)
         if self.steps == self.renewal:
