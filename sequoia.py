@@ -1027,8 +1027,7 @@ def tree_shape(tree):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < nodes <= MAX_NODES and levels > 0:
             return nodes, levels
-    raise ValueError(f"tree must be a Tree, 'auto', 'none', (nodes, levels) or 'NODESxLEVELS', as 16x5, of "
-                     f"up to {MAX_NODES} nodes; got {tree!r}")
+    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS, 1 to {MAX_NODES} nodes; got {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """What a Decoder's last call came to: tokens written; steps, the first of which is the prompt's pass; the
@@ -1060,27 +1059,26 @@ class Decoder:
                  cuda_graph=True):
         shape = tree_shape(tree)
         if draft is None and shape != NO_TREE:
-            raise ValueError("no draft: pass it by name, to generate as assistant_model=draft, to Decoder as "
-                             "draft=draft; or pass tree='none', which needs none")
+            raise ValueError("no draft: pass assistant_model=draft (to Decoder: draft=draft) or tree='none'")
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = METHODS[method]
         self.on_step = on_step or (lambda step: None)
-        self.target = checked(target)
         draft = draft or target                 # because without a tree nothing is drafted
-        if getattr(draft, "device", target.device) != target.device:
+        models = checked(target), checked(draft)
+        self.target, self.draft = models
+        if draft.device != target.device:
             raise ValueError(f"the draft is on {draft.device}, but the target on {target.device}")
-        self.draft = checked(draft)
-        models = self.target, self.draft
-        on_gpu = target.device.type == "cuda"
-        self.planners = defaultdict(partial(Planner, shape, on_gpu))    # one for each way of sampling
-        known, draft_knows = ((model.vocabulary, model.context) for model in models)
-        if draft_knows[0] != known[0] or draft_knows[1] < known[1]:
-            warnings.warn(f"the draft's vocabulary and context are {draft_knows}, the target's {known}: "
-                          f"guesses of other tokens are lost, and longer texts go on without a tree")
-        # A pass of several ranks, or with weights on several devices or on the host, needs the host.
-        devices = {weight.device for weight in target.parameters()}
-        self.cuda_graph = cuda_graph and on_gpu and devices == {target.device} and not target.tp_size
+        # One for each way of sampling.
+        self.planners = defaultdict(partial(Planner, shape, on_gpu=target.device.type == "cuda"))
+        if self.draft.vocabulary != self.target.vocabulary or self.draft.context < self.target.context:
+            warnings.warn(f"the draft's vocabulary and context are "
+                          f"{self.draft.vocabulary, self.draft.context}, the target's "
+                          f"{self.target.vocabulary, self.target.context}: other tokens cannot be guessed, and "
+                          f"longer texts go on without a tree")
+        # A pass of several ranks, or with weights on the host, needs the host.
+        can_capture = not target.tp_size and all(weight.is_cuda for weight in target.parameters())
+        self.cuda_graph = cuda_graph and can_capture
         # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
         memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
         # Steps are kept for their graphs. A graph is valid for one tree, capacity and way of sampling (key).
@@ -1146,9 +1144,11 @@ class Decoder:
     def tokens_after(self, text, sampling, planner, max_length, **given):
         """Yields the tokens after a text, (length,), one by one. The caller must stop at max_length, of which
         the last step may know nothing. given: arguments for the model's pass over the text."""
-        logits = self.target.prefill(text, **given)     # the first step, which needs no tree
+        target, draft = self.target, self.draft
+        context = target.context
+        logits = target.prefill(text, **given)          # the first step, which needs no tree
         # A pass over a tree takes no such arguments, as token types, so they may change nothing.
-        if given and not logits.equal(self.target.prefill(text)):
+        if given and not logits.equal(target.prefill(text)):
             raise ValueError(f"not supported: {', '.join(given)}, which changes the text")
         step = self.step_for(NO_TREE, False, 0, None)(text, sampling, logits)._replace(seconds=None)
         while True:
@@ -1156,22 +1156,21 @@ class Decoder:
             yield from step.tokens
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
-            left = min(max_length, self.target.context + 1) - len(text)
+            left = min(max_length, context + 1) - len(text)
             if left <= 0:
-                warnings.warn(f"the text ends early, because it fills the target's context of "
-                              f"{self.target.context} tokens, as its configuration gives it")
+                warnings.warn(f"the text ends early, as it fills the target's context of {context} tokens")
                 return
             static = self.cuda_graph and not sampling.reads_text
             tree = planner.next_tree(left, CAPTURE_COST if static else 1)
-            if len(text) - 1 + tree.depth > min(self.target.context, self.draft.context):
+            if len(text) - 1 + tree.depth > min(context, draft.context):
                 tree = NO_TREE
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
                 # (Ids are clamped as in `forward`. `cpu` waits, or a GPU would add this to the step's time.)
-                self.draft.prefill(text[:-1].clamp(max=self.draft.vocabulary - 1)).cpu()
+                draft.prefill(text[:-1].clamp(max=draft.vocabulary - 1)).cpu()
             # Also for the next tokens, because a graph is captured again where a cache has grown.
-            capacity = self.target.reserve(len(text) + min(left, 256) + tree.size)
-            self.draft.reserve(capacity)
+            capacity = target.reserve(len(text) + min(left, 256) + tree.size)
+            draft.reserve(capacity)
             run = self.step_for(tree, static, capacity, sampling.key)
             step = run(text, sampling)
             if run.static != static:            # its capture failed, which was the last attempt
@@ -1194,9 +1193,8 @@ def checked(model):
     """A model's CachedModel. Raises ValueError if it cannot be fed trees."""
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"needs a loaded language model of transformers, got {name}: give the result of "
-                         f"from_pretrained, a PEFT model's merge_and_unload(), a compiled model's _orig_mod, "
-                         f"or a pipeline's model")
+        raise ValueError(f"needs a language model of transformers, got {name}: give from_pretrained's, a PEFT"
+                         f" model's merge_and_unload(), a compiled model's _orig_mod, or a pipeline's model")
     config = model.config.get_text_config(decoder=True)
     attention = model.config._attn_implementation
     reasons = {
@@ -1204,10 +1202,9 @@ def checked(model):
         "it is recurrent": model._is_stateful,
         "it masks in its own way": config.model_type in ("doge", "gpt_neo"),     # in texts too long to probe
         "it is in training mode: call its eval()": model.training,
-        "its device map spreads it over several GPUs: share it by torchrun":
-            len({*getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1,
+        "it is spread over several GPUs: share it by torchrun":
+            len({weight.device for weight in model.parameters() if weight.is_cuda}) > 1,
         "its first weights are on a disk": model.device.type == "meta",
-        "ranks may share it by tensor parallelism alone": model.tp_size == 1,
         f"{model.tp_size} ranks cannot share its KV heads evenly":
             getattr(config, "num_key_value_heads", 0) % (model.tp_size or 1),
         "load it with attn_implementation='sdpa'": attention not in ("eager", "sdpa")}
@@ -1232,16 +1229,18 @@ def probe(cached):
         a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so
           └─b───c        that the last one stands in slots far from its positions."""
     model = cached.model
-    layout = Layout(sequences(3, 5), model.device)
+    layout = Layout(sequences(4, 5), model.device)
     tree = layout.tree
-    base = 2 * tree.depth                       # fewer tokens before the tree would hide faults
+    base = tree.size - tree.depth               # fewer tokens before the tree would hide faults
     # Ids from the middle of the vocabulary, because ids near 0 may have a meaning, as padding.
-    text = (cached.vocabulary // 2 + torch.arange(base + tree.depth, device=model.device)) % cached.vocabulary
+    text = (cached.vocabulary // 2 + layout.nodes) % cached.vocabulary
     logits = cached.prefill(text, tree.depth)
     path = layout.paths[-1]
     tokens = text[base:][tree.level_of] + 1
     tokens[path] = text[base:]
-    again = cached.node_logits(tokens, layout.nodes, layout.place(base, base + tree.size))[path]
+    place = layout.place(base, base + tree.size)
+    passes = layout.nodes.split([1, tree.size - 1])         # as steps feed one node or many
+    again = torch.cat([cached.node_logits(tokens, nodes, place) for nodes in passes])[path]
     # Scores far below the best say nothing. (Some models give such to ids that pad the vocabulary.)
     again, logits = (never_ruled_out(each.float(), -100) for each in (again, logits))
     # The mean of the nodes, because rounding may send one token to another expert.
@@ -1250,22 +1249,21 @@ def probe(cached):
     rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, model.dtype))
     # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32.
     if difference > 0.6 * rounding**0.5:            # NaN is left to decoding, where a draft's does no harm
-        raise ValueError(f"a pass over one changes its logits by {difference:.1%} of their spread, which is "
-                         f"more than rounding explains")
+        raise ValueError(f"a pass over one changes its logits by {difference:.1%}, too much for rounding")
 
 def warn_of_other_tokens(tokenizer, assistant_tokenizer):
     """Warns if a draft's tokenizer differs. The models only know ids, so such tokens are guessed wrong."""
     other = dict(tokenizer.get_vocab().items() ^ assistant_tokenizer.get_vocab().items())
     if other:
-        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}. The text "
-                      f"is the target's all the same, but may take longer")
+        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}, which "
+                      f"costs time, but does not change the text")
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`. Returns those of the arguments
     that say more about a prompt than its ids; `tokens_after` sees whether they change anything."""
     given = {name: value for name, value in arguments.items()
              if name not in ("logits_to_keep", "past_key_values", "use_cache") and value not in (None, {})}
-    mode = config.get_generation_mode()
+    mode = config.get_generation_mode().value
     length = ids.shape[1]
     reasons = {
         mode: mode not in ("greedy_search", "sample", "assisted_generation"),
@@ -1278,13 +1276,12 @@ def check_call(target, ids, config, arguments):
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
         reasons[name] = getattr(config, name)   # because none of these outputs is made here
     # What a text without padding has, which is what a pass without these two takes for granted.
-    for name, usual in (("attention_mask", 1), ("position_ids", torch.arange(length, device="cpu"))):
-        if name in given:
-            value = given.pop(name).cpu()
-            reasons[f"this {name}"] = value.shape[-1] != length or (value != usual).any()
-    refused = [reason for reason, holds in reasons.items() if holds]
-    if refused:
-        raise ValueError(f"not supported: {', '.join(refused)}")
+    for name, usual in (("attention_mask", torch.ones(length)), ("position_ids", torch.arange(length))):
+        value = given.pop(name, usual).to(usual)
+        reasons[f"this {name}"] = value.shape[-1] != length or (value != usual).any()
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"not supported: {reason}")
     return given
 
 # --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
@@ -1310,69 +1307,54 @@ def pack(model):
     load or move the model, nor share it between threads. A model on a GPU is returned unchanged. Raises
     ValueError for an unfit model, and if packing changes the numbers by more than rounding."""
     cached = checked(model)
-    if model.device.type != "cpu" or model.tp_size or hasattr(model, "_sequoia_pass"):
+    if model.device.type != "cpu" or model.tp_size:
         return model
-    cached.prefill(torch.arange(2))
-    layout = Layout(k_ary(2, 4), "cpu")
-
-    def inputs(base, count):
-        """A pass over `count` nodes, by a cache of its own. It is empty, so that a trace that lost its writes
-        to the cache is found out."""
-        store = pad(torch.zeros_like(cached.store), (0, 0, 0, base))
-        return store, torch.arange(7, 23), layout.nodes[:count], *layout.place(base, base + layout.tree.size)
-
-    def outputs(run):
-        """The logits of three passes that differ in all that may vary: nodes, and where they stand."""
-        return torch.cat([run(*inputs(4, 3)), run(*inputs(16, 15)), run(*inputs(60, 1))])
-
-    def is_right(run):
-        """Up to rounding, which grows with a model's depth, and differs between one node and many."""
-        errors = (outputs(run) - before).norm(dim=1) / before.norm(dim=1)
-        return errors.max() < torch.finfo(model.dtype).eps ** 0.5
-
-    before = outputs(cached.forward)
+    text = torch.arange(7, 23)                  # because ids near 0 may have a meaning, as padding
+    before = cached.prefill(text, len(text))
     for layer in model.modules():
         # One has a forward of its own if it is packed already, as part of another model, or is on a disk.
         if PACKS and type(layer) is nn.Linear and "forward" not in vars(layer) \
                 and layer.weight.dtype == torch.bfloat16:
             pack_linear(layer)
-    if not is_right(cached.forward):
+    errors = (cached.prefill(text, len(text)) - before).norm(dim=1) / before.norm(dim=1)
+    if errors.max() > torch.finfo(model.dtype).eps ** 0.5:      # as rounding grows with a model's depth
         raise ValueError(f"oneDNN changes the numbers of {type(model).__name__}: load it again, without pack")
     # A TorchScript trace holds the operators that one run called, and runs them without Python. What Python
-    # decided in that run is then final, so a trace must give the same outputs, also for other inputs.
+    # decided in that run is then final, as for its lengths: of the text, the cache, and the nodes.
     module = nn.ModuleList([model]).eval()      # or weights would be constants, which packed ones cannot be
     module.forward = cached.forward
+    layout = Layout(k_ary(2, 2), "cpu")
+    example = pad(cached.store, (0, 0, 0, 8)), text, layout.nodes, *layout.place(4, 4 + layout.tree.size)
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
-        trace = torch.jit.freeze(torch.jit.trace(module, inputs(4, 3), check_trace=False))
-        run = torch.jit.optimized_execution(False)(trace.forward)   # or each new shape would be optimized
-        if is_right(run):
-            model._sequoia_pass = run
-            return model
+        trace = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False))
+        # (It would optimize itself again for each new shape.)
+        model._sequoia_pass = torch.jit.optimized_execution(False)(trace.forward)
+        probe(cached)       # raises if the trace is wrong for others, or has lost its writes to the cache
+        return model
+    vars(model).pop("_sequoia_pass", None)
     warnings.warn(f"{type(model).__name__} cannot be traced, so its passes go on in Python")
     return model
 
 def offload(model, device):
     """Lets a GPU run a model that is too large for it, in place. Layers stay in host memory, pinned, and each
     is copied to be computed. Copying takes most of the time, so hundreds of nodes cost hardly any more."""
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    layers = next(lists, nn.ModuleList())       # without a list of layers all of the model goes to the device
-    host = {}                # for each weight of these layers its data in host memory
-    for weight in layers.parameters():
-        host[weight] = weight.data.pin_memory() if torch.cuda.is_available() else weight.data
-    for tensor in {*model.parameters(), *model.buffers()} - host.keys():
-        tensor.data = tensor.data.to(device)
-
     def copy(layer, *_):
         layer.to(device, non_blocking=True)
 
     def release(layer, *_):
         for weight in layer.parameters():
-            weight.data = host[weight]
+            weight.data = weight.host
 
-    release(layers)
-    for layer in layers:
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    for layer in next(lists, ()):       # without a list of layers all of the model goes to the device
+        for weight in layer.parameters():
+            weight.host = weight.data.pin_memory() if torch.cuda.is_available() else weight.data
+        release(layer)
         layer.register_forward_pre_hook(copy)
         layer.register_forward_hook(release, always_call=True)      # also after an error in the layer
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not hasattr(tensor, "host"):
+            tensor.data = tensor.data.to(device)
     return model
 
 # --- 14  The command line -----------------------------------------------------------------------------------

@@ -1217,8 +1217,8 @@ def test_a_context_may_be_unlimited_or_stretched_by_a_factor_that_nobody_says():
 @pytest.mark.parametrize("method", some_quick(METHODS, "sequoia"))
 @torch.inference_mode()
 def test_texts_of_four_tokens_have_the_targets_distribution(method):
-    """With the prompt's pass, trees that go on behind the end, and caches that entries move in. The vocabulary
-    has three tokens, so that the target alone can score all 81 texts."""
+    """With the prompt's pass, trees that go on behind the end, and caches that entries move in. The
+    vocabulary has three tokens, so that the target alone can score all 81 texts."""
     target, draft = make_pair("gpt2", difference=1.5, seed=3, vocab_size=3, bos_token_id=None)
     prompt = torch.tensor([0, 1, 2, 1])
     following = torch.cartesian_prod(*4 * [torch.arange(3)])
@@ -1286,6 +1286,7 @@ def small_model(kind, **changes):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 def elsewhere(model):
+    model._sequoia_probed = "sdpa"
     model.__class__ = type("Elsewhere", (type(model),), dict(device=torch.device("cuda:1")))
     return model
 
@@ -1302,16 +1303,17 @@ REFUSED = {
     r"in training mode: call its eval\(\)": dict(assistant_model=make_pair("gpt2")[1].train()),
     "language model of transformers, got LlamaModel": dict(model=small_model("Llama").model),
     r"Sequential: give .* merge_and_unload\(\), a compiled": dict(model=torch.nn.Sequential()),
-    "no draft: pass it by name, .*assistant_model=draft": dict(assistant_model=None),
+    "no draft: pass assistant_model=draft": dict(assistant_model=None),
     "^not supported: several texts": dict(inputs=prompt_of(12).expand(2, 12)),
-    ", ".join(SCORES): dict.fromkeys(SCORES, True), "stop strings, either": dict(stop_strings="x"),
+    **{name: {name: True} for name in SCORES}, "stop strings, either": dict(stop_strings="x"),
     "this attention_mask": dict(attention_mask=RISING), "beam_search": dict(num_beams=2),
     "position_ids$": dict(attention_mask=torch.ones(1, 13)),
     "guidance_scale": dict(guidance_scale=0.5), "this position_ids": dict(position_ids=RISING // 2),
     # GPT-2 adds the embedding of token 0 where these are 0.
     "not supported: token_type_ids, which changes": dict(token_type_ids=torch.zeros_like(RISING)),
     "the ids of one text.*got None": dict(inputs=None, inputs_embeds=torch.rand(1, 12, 32)),
-    r"length\), .*got tensor\(\[\]": dict(inputs=RISING[:, :0]), "length.*got 'import os'": dict(inputs="import os"),
+    r"length\), .*got tensor\(\[\]": dict(inputs=RISING[:, :0]),
+    "length.*got 'import os'": dict(inputs="import os"),
     r"length\), .*got \[\[5": dict(inputs=[[5]]),
     r"length\), .*got tensor\(\[2": dict(inputs=torch.tensor([2, 3])),
     "its first weights are on a disk": dict(model=make_pair("gpt2")[0].to("meta")),
@@ -1325,7 +1327,8 @@ REFUSED = {
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
 
 REFUSED["4 ranks cannot share its KV heads evenly"]["model"]._tp_size = 4
-REFUSED["over several GPUs: share it by torchrun"]["model"].hf_device_map = dict(model=0, lm_head=1, x="cpu")
+REFUSED["over several GPUs: share it by torchrun"]["model"].parameters = lambda: iter([
+    mock.Mock(is_cuda=place != "cpu", device=torch.device(place)) for place in ("cuda:0", "cuda:1", "cpu")])
 
 @quick
 @pytest.mark.parametrize("words", REFUSED)
@@ -1584,8 +1587,8 @@ def test_layers_are_packed_with_biases_and_once_if_shared_but_not_those_with_a_f
     draft.model.layers = target.model.layers[:1]
     draft.lm_head = target.lm_head
     expected = [model(prompt_of(30)).logits for model in pair]
-    traces = [sequoia.pack(model)._sequoia_pass for model in pair]
-    assert traces == [sequoia.pack(model)._sequoia_pass for model in pair]
+    for model in 2 * pair:                      # a second time does no harm
+        assert hasattr(sequoia.pack(model), "_sequoia_pass")
     assert all(layer.weight.is_mkldnn for layer in target.modules() if type(layer) is torch.nn.Linear)
     for model, logits in zip(pair, expected):
         torch.testing.assert_close(model(prompt_of(30)).logits, logits, atol=0.1, rtol=0.1)
@@ -1605,7 +1608,7 @@ def test_a_trace_that_is_right_for_its_own_example_alone_is_given_up(dtype):
         return trace(store, tokens, nodes, slots, positions * 0 + 4, *places)
 
     def more_nodes(trace, *inputs):
-        return trace(*inputs) + (len(inputs[2]) > 3)
+        return trace(*inputs) * (1 + (len(inputs[2]) > 3))
 
     for spoilt in (lost_writes, constant, more_nodes, None):
         model = make_pair("llama")[0].to(dtype)
