@@ -27,6 +27,7 @@ settings.register_profile("sequoia", deadline=None, derandomize=True, max_exampl
 settings.load_profile("sequoia")
 torch.set_num_threads(1)            # on busy cores threads would wait for each other
 CHANCE = 1e-9
+each_method = pytest.mark.parametrize("name", METHODS)
 BY_RATIOS = [name for name, method in METHODS.items() if not method.choose]
 Temperature = transformers.TemperatureLogitsWarper
 ROOT = Path(sequoia.__file__).parent
@@ -252,7 +253,7 @@ def random_rows(rows, vocabulary=6, zeros=0.0, seed=1):
     return scores.mul(6).masked_fill(zero, RULED_OUT).softmax(dim=-1)
 
 @quick
-@pytest.mark.parametrize("name", METHODS)
+@each_method
 def test_ten_thousand_targets_and_drafts_with_zeros(name):
     """Each method yields P, by 10 samples of each, and accepts children of every rank."""
     for V, k in ((2, 2), (3, 1), (3, 2), (4, 1), (4, 3)):
@@ -273,7 +274,7 @@ acceptance_rates = shares.map(lambda n: n[..., :-1] / n.sum(axis=-1, keepdims=Tr
 @quick
 @given(acceptance_rates, st.integers(1, 7))
 @example(np.array([1e-3, 1e-7, 1e-7]), 3)
-@example(np.float32([0.6, 0.0]), 2)
+@example(np.float32([0.6, 0.0]), 7)
 @example(np.array([]), 7)
 @example(np.array([[0.1, 0.1], [0.6, 0.3]]), 7)
 def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, depth):
@@ -301,20 +302,13 @@ def test_no_other_tree_of_that_size_and_depth_has_more_expected_tokens(rates, de
                 optimal_tree(rates, size, depth)
 
 @quick
-def test_chains_sequences_and_k_ary_trees_have_limits_and_the_best_trees_of_a_power_law_have_none():
-    """The closed forms of section 4, and Theorem 3.6 for b = 1."""
+def test_chains_sequences_and_k_ary_trees_have_the_closed_forms_of_section_4():
     rates = np.array([0.5, 0.2, 0.1])
     for k, total in ((1, 0.5), (2, 0.7), (3, 0.8)):
         assert expected_tokens(sequences(k, 80), rates) == pytest.approx(1 + total / 0.5)
         assert expected_tokens(k_ary(k, 5), rates) == pytest.approx((1 - total**5) / (1 - total))
     assert expected_tokens(chain(5), rates) == pytest.approx((1 - 0.5**6) / 0.5)
     assert k_ary(3, 1) == NO_TREE
-    ranks = np.arange(1, 400)
-    power_law = 1 / ranks - 1 / (ranks + 1)                 # k children are all rejected with 1 / (k + 1)
-    best = [expected_tokens(sequoia.likeliest_tree(power_law, n, 99), power_law) for n in (16, 64, 256, 1024)]
-    growth = [math.log(n) / math.log(math.log(n)) for n in (16, 64, 256, 1024)]
-    assert min(np.diff(np.divide(best, growth))) > 0
-    assert best[-1] > 1 + 1 / (1 - power_law[0])                # the limit of sequences, and a chain's is 2
 
 # --- 6  Logits processors -----------------------------------------------------------------------------------
 @quick
@@ -343,7 +337,7 @@ TIES = [([20.0, 20, 19, 3], [20.0, 20, 19, 3]), ([3.0, 20, 20, 3], [20.0, 5, 5, 
 
 @quick
 @pytest.mark.parametrize("temperature", [1e-20, 1e-8, 1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("name", METHODS)
+@each_method
 def test_exact_ties_are_drawn_by_their_chances_also_near_temperature_0(name, temperature):
     """Where scores are so far apart that a float32 sum with noise would have no bits left for the noise."""
     sampling = Sampling(METHODS[name], [Temperature(temperature)])
@@ -421,13 +415,12 @@ def text_of(length, vocabulary=64, seed=0):
 
 def fed(model, text):
     """A model with a cache that holds a text."""
-    cached = CachedModel(model)
+    cached = CachedModel(model.requires_grad_(False))
     cached.prefill(text)
     return cached
 
 @quick
 @pytest.mark.parametrize("name", STEPPED)
-@torch.inference_mode()
 def test_tree_attention_equals_one_path_at_a_time(name):
     """Of nodes in any order, and previous. Windows are shorter than the text, and than the tree."""
     window = dict(sliding_window=3) if "sliding_window" in ARCHITECTURES[name][1] else {}
@@ -598,7 +591,6 @@ def made_choosy(P):
     return torch.cat(rows).softmax(dim=1)
 
 @pytest.mark.parametrize("name", some_quick(["plainly", *METHODS], "plainly", "sequoia"))
-@torch.inference_mode()
 def test_a_steps_text_has_exactly_the_targets_distribution(name):
     """All proposals, all outcomes of all tries, and all last tokens; then the target itself goes on. Missing
     children take nothing from it, and are never accepted, though the target may want what a draft may not."""
@@ -635,8 +627,7 @@ class NothingOnTheCPU(TorchDispatchMode):
         assert not any(torch.is_tensor(leaf) and leaf.is_cpu for leaf in leaves), operator
         return out
 
-@pytest.mark.parametrize("name", METHODS)
-@torch.inference_mode()
+@each_method
 def test_a_static_step_takes_nothing_from_the_host(name):
     """On a device that holds no values, so that none can be read."""
     models = [fed(model, text_of(9)) for model in make_pair("gemma3")]
@@ -654,8 +645,7 @@ def test_a_static_step_takes_nothing_from_the_host(name):
             assert mock.call(tree.size, 1) in step.rand.mock_calls          # a number for each node's token
 
 @needs_cuda
-@pytest.mark.parametrize("name", METHODS)
-@torch.inference_mode()
+@each_method
 def test_captured_steps_equal_the_same_steps_called_again_on_a_gpu(name):
     sampling = Sampling(METHODS[name], [Temperature(0.7)])
     pair = [model.cuda() for model in make_pair("llama")]
