@@ -202,9 +202,8 @@ HALVES, ONE = distribution([1, 1]), distribution([1, 0])
 @example((ONE, HALVES, 2))
 @example((distribution([0, 1, 1]), distribution([1, 1e-10, 0]), 2))
 def test_one_nodes_token_has_exactly_the_targets_distribution(name, case):
-    """Accepted tokens and the residual add up to it, over all proposals and all outcomes of all tries. One
-    child is accepted as often as optimal transport allows. And Sequoia covers: it accepts one of k children
-    if they are the whole vocabulary, or if the draft knows only k tokens, and these hold the target's."""
+    """Accepted tokens and the residual add up to it. One child is accepted as often as optimal transport
+    allows. And Sequoia covers, by the whole vocabulary, or by a draft's only tokens, if they hold P's."""
     P, Q, k = case
     log_Q = scores_of(Q)[None]
     run = EveryRun()
@@ -260,7 +259,6 @@ def random_rows(rows, vocabulary=6, zeros=0.0, seed=1):
 @quick
 @each_method
 def test_ten_thousand_targets_and_drafts_with_zeros(name):
-    """Each method yields P, by 10 samples of each, and accepts children of every rank."""
     for V, k in ((2, 2), (3, 1), (3, 2), (4, 1), (4, 3)):
         P, Q = random_rows(2000, V, zeros=0.4, seed=10 * V + k).repeat_interleave(10, dim=1)
         rank, token = sample_and_verify(P, Q, k, name, seeded(0))
@@ -429,8 +427,7 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     window = dict(sliding_window=3) if "sliding_window" in ARCHITECTURES[name] else {}
     model, _ = make_pair(name, **window)
     text = text_of(30)
-    # The nodes' tokens. The root's and that of previous are the text's last.
-    tokens = torch.cat([text[-1:], text_of(12, seed=1), text[-2:-1]])
+    tokens = torch.cat([text[-1:], text_of(12, seed=1), text[-2:-1]])       # of the root, nodes, and previous
     nodes = torch.randperm(14, generator=seeded(0))
     place = sequoia.Layout(ABREAST, "cpu").place(torch.tensor([29]), 192)
     logits = fed(model, text[:-1]).node_logits(tokens, nodes, place)
@@ -542,13 +539,10 @@ def test_a_step_adds_what_the_plain_step_adds_and_leaves_caches_as_a_fresh_pass_
     # In float64, where ties are rare. But these experts take none.
     dtype = torch.float32 if name in ("gpt_oss", "deepseek_v3") else torch.float64
     models = [CachedModel(model.to(dtype)) for model in make_pair(name, difference=0.5, **window)]
-    cases = [("sequoia", SHAPED[0])]
-    if name == "llama":
-        # All methods that the plain step can follow token by token.
-        cases = itertools.product(("sequoia", "greedy"), SHAPED)
-    for seed, (method, processors) in enumerate(cases):
-        sampling = Sampling(METHODS.get(method, sequoia.GREEDY), processors)
-        assert_steps_as_plainly(models, text_of(20 - seed), sampling, form, seed)
+    methods = METHODS["sequoia"], sequoia.GREEDY        # which the plain step can follow token by token
+    shaped = SHAPED if name == "llama" else SHAPED[:1]
+    for seed, given in enumerate(itertools.product(methods, shaped)):
+        assert_steps_as_plainly(models, text_of(20 - seed), Sampling(*given), form, seed)
 
 # A model is a table for each level, (V**level, V): its distributions after every path of that length, whose
 # tokens, read as digits of base V, give the row.
@@ -583,8 +577,7 @@ class TableModel:
 
 @pytest.mark.parametrize("name", some_quick(["plainly", *METHODS], "plainly", "sequoia"))
 def test_a_steps_text_has_exactly_the_targets_distribution(name):
-    """All proposals, all outcomes of all tries, and all last tokens; then the target itself goes on. Missing
-    children take nothing from it, and are never accepted, though the target may want what a draft may not."""
+    """Over all proposals, all outcomes of all tries, and all last tokens; then the target itself goes on."""
     text = torch.tensor([0, 0])                 # its last token is the root
     trees = [Tree([-1, 0, 0]), Tree([-1, 0, 0, 1]), Tree([-1, 0, 0, 0, 2])]
     for tree, static in itertools.product(trees, {False, name in BY_RATIOS}):
@@ -616,9 +609,8 @@ class NothingOnTheCPU(TorchDispatchMode):
 
 @each_method
 def test_a_static_step_takes_nothing_from_the_host(name):
-    """On a device that holds no values, so that none can be read."""
     models = [fed(model, text_of(9)) for model in make_pair("gemma3_text")]
-    for cached in models:
+    for cached in models:                       # on a device that holds no values, so that none can be read
         cached.model.to("meta")
         cached.store = cached.store.to("meta")
     sampling = Sampling(METHODS[name], sum(SHAPED[:4], []))
@@ -639,8 +631,7 @@ def test_captured_steps_equal_the_same_steps_called_again_on_a_gpu(name):
     texts = []
     for capture in (call_again, TreeStep.capture):
         text = text_of(20).cuda()
-        models = [fed(model, text[:-1]) for model in pair]
-        run = TreeStep(BUSHY, models, seeded(0, "cuda"), static=True)
+        run = TreeStep(BUSHY, [fed(model, text[:-1]) for model in pair], seeded(0, "cuda"), static=True)
         with mock.patch.object(TreeStep, "capture", capture):
             for _ in range(12):
                 text = torch.cat([text, text.new_tensor(run(text, sampling).tokens)])
@@ -703,17 +694,6 @@ def test_the_plan_is_the_best_of_all_trees():
         assert tree == NO_TREE
     assert sequoia.plan(np.array([0.99]), [1, 64], [1.0, 1.0], 0.0) == chain(23)
 
-def walk_by_rates(tree, rates, rng):
-    """The path of a step whose children are accepted by these chances, (levels, ranks)."""
-    path = [0]
-    while True:
-        children = tree.children[path[-1]]
-        row = rates[min(len(path), len(rates)) - 1]
-        rank = row.cumsum().searchsorted(rng.random())
-        if rank >= min(len(children), len(row)):
-            return path[1:]
-        path.append(children[rank])
-
 def all_steps(planner, count, seconds=lambda tree: 1.0, accepted=lambda tree: [], **left):
     """The trees of a planner's next steps. seconds, accepted: a step's time, and its path."""
     trees = []
@@ -723,7 +703,6 @@ def all_steps(planner, count, seconds=lambda tree: 1.0, accepted=lambda tree: []
         trees.append(tree)
     return trees
 
-@functools.cache
 def simulated(name, is_noisy=False, seed=0):
     t, c, rates, steps, _ = MACHINES[name]
     rng = np.random.default_rng(seed)
@@ -733,7 +712,17 @@ def simulated(name, is_noisy=False, seed=0):
         noise = 0.1 * rng.exponential() + 2 * (rng.random() < 0.05) + 0.3 * (planner.steps < 20)
         return (t(tree.size) + c * (tree.depth - 1)) * (1 + noise * is_noisy)
 
-    all_steps(planner, steps, seconds, lambda tree: walk_by_rates(tree, rates, rng))
+    def accepted(tree):
+        path = [0]
+        while True:
+            row = rates[min(len(path), len(rates)) - 1]
+            rank = row.cumsum().searchsorted(rng.random())
+            children = tree.children[path[-1]]
+            if rank >= min(len(children), len(row)):
+                return path[1:]
+            path.append(children[rank])
+
+    all_steps(planner, steps, seconds, accepted)
     return planner
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -787,7 +776,6 @@ def test_a_plan_whose_size_was_not_timed_is_timed_at_once_and_may_be_half_as_lar
 
 @quick
 def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_plan_needs_more_steps():
-    """In each step, as rates are learned. A text of 60 tokens is worth a look, one of 200 all trials."""
     first = Planner("auto").tree
     child = first.children[0][0]
     both = [child, first.children[child][0]]
