@@ -1171,7 +1171,8 @@ OF_32 = dict(rope_theta=1e4, original_max_position_embeddings=32, factor=4.0)
 # A configuration's max_position_embeddings, its other positions, and the context.
 ROPES = {"yarn": (64, dict(OF_32, rope_type="yarn"), 128),
          "linear": (32, dict(rope_theta=1e4, rope_type="linear", factor=4.0), 128),
-         "longrope": (128, dict(OF_32, rope_type="longrope", short_factor=[1] * 4, long_factor=[4] * 4), 32)}
+         "longrope": (128, dict(OF_32, rope_type="longrope", short_factor=[1] * 4, long_factor=[4] * 4), 32),
+         "without a factor": (64, dict(OF_32, rope_type="yarn", factor=None), 64)}
 
 @pytest.mark.parametrize("name", some_quick(ROPES, "yarn"))
 def test_a_text_ends_one_token_behind_the_context(name):
@@ -1190,12 +1191,9 @@ def test_a_text_ends_one_token_behind_the_context(name):
     gemma = dict(max_position_embeddings=most, rope_parameters=kinds, layer_types=[*kinds])
     assert sequoia.context_of(config_of("gemma3", **gemma)) == context
 
-def test_a_context_may_be_unlimited_or_stretched_by_a_factor_that_nobody_says():
+def test_a_context_may_be_unlimited():
     for most in (-1, None):
         assert sequoia.context_of(SimpleNamespace(max_position_embeddings=most)) == sys.maxsize
-    rope = dict(OF_32, rope_type="yarn", factor=None)
-    pair = make_pair("llama", max_position_embeddings=64, rope_parameters=rope)
-    assert_as_generate(Decoder(*pair, (9, 4)), prompt_of(50), max_length=65)
 
 @pytest.mark.parametrize("method", some_quick(["sequoia", "topk"], "sequoia"))
 @torch.inference_mode()
@@ -1203,19 +1201,18 @@ def test_texts_of_four_tokens_have_the_targets_distribution(method):
     """With the prompt's pass, trees that are cut at the end, and caches that entries move in. The vocabulary
     has three tokens, so that the target alone can score all 81 texts."""
     target, draft = make_pair("gpt2", difference=1.5, seed=3, vocab_size=3, bos_token_id=None)
-    prompt = torch.tensor([0, 1, 2, 1])
+    prompt = torch.tensor([[1, 2, 1, 2]])
     following = torch.cartesian_prod(*4 * [torch.arange(3)])
     texts = torch.cat([prompt.expand(81, -1), following], dim=1)
     P = target(texts).logits[:, 3:-1].softmax(dim=2)
     chances = P.gather(2, following[:, :, None]).prod(dim=1)[:, 0]
-    tree = Tree([-1, 0, 0, 1, 1, 2])
-    steps = []
-    decoder = Decoder(sequoia.pack(target), sequoia.pack(draft), tree, method, seeded(0), steps.append)
     found = torch.zeros(81)
+    steps = []
+    tree = Tree([-1, 0, 0, 1, 1, 2])
+    decoder = Decoder(sequoia.pack(target), sequoia.pack(draft), tree, method, seeded(0), steps.append)
     for _ in range(400):
-        made = decoder.steps_after(prompt, Sampling(METHODS[method], []), Planner(tree), 8)
-        a, b, c, d = itertools.islice((token for step in made for token in step.tokens), 4)
-        found[27 * a + 9 * b + 3 * c + d] += 1
+        text = decoder.generate(prompt, do_sample=True, max_new_tokens=4)
+        found[(texts == text).all(dim=1)] += 1
     assert sum(len(step.path) for step in steps) > 200
     assert chi_square_tail(found, 400 * chances) > CHANCE
 
@@ -1359,7 +1356,7 @@ def test_the_probe_refuses_a_model_that_masks_or_counts_in_its_own_way(way, dtyp
     """Also as a draft, which could not hurt the text, but would be useless."""
     target, draft = make_pair("llama")
     prepare = draft.to(dtype).prepare_inputs_for_generation
-    draft.prepare_inputs_for_generation = lambda *text, **rest: dict(prepare(*text, **rest), position_ids=None)
+    draft.prepare_inputs_for_generation = lambda *ids, **rest: dict(prepare(*ids, **rest), position_ids=None)
     draft.register_forward_pre_hook(lambda model, args, given: way(given), with_kwargs=True)
     for pair in ((draft,), (target, draft)):
         with pytest.raises(ValueError, match="Llama.* cannot verify a tree: a pass"):
@@ -1537,8 +1534,7 @@ def test_layers_are_packed_with_biases_and_once_if_shared_but_not_those_with_a_f
 @quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_trace_that_is_right_for_its_own_example_alone_is_given_up(dtype):
-    """One that lost its writes, one whose positions are constants, and one wrong for more nodes than its
-    three. Another holds a loop over the experts that its one run hit."""
+    """One that lost its writes, one of constant positions, and one wrong for more nodes than its three."""
     def lost_writes(trace, store, *inputs):
         with mock.patch.object(torch.Tensor, "index_copy_", lambda stored, *_: stored):
             return model.forward_of(store, *inputs)
@@ -1552,15 +1548,11 @@ def test_a_trace_that_is_right_for_its_own_example_alone_is_given_up(dtype):
     for spoilt in (lost_writes, constant, more_nodes, None):
         model = make_pair("llama")[0].to(dtype)
         model.forward_of = CachedModel(model).forward
-        with mock.patch.object(torch.jit, "freeze", lambda trace: SimpleNamespace(
-                forward=partial(spoilt, trace) if spoilt else trace)):
-            with pytest.warns(UserWarning) if spoilt else contextlib.nullcontext():
-                assert hasattr(sequoia.pack(model), "_sequoia_pass") == (not spoilt)
-    pair = make_pair("mixtral", experts_implementation="eager")
-    expected = both_texts(*pair)
-    with pytest.warns(UserWarning):
-        assert not hasattr(sequoia.pack(pair[0]), "_sequoia_pass")
-    assert both_texts(*pair) == expected
+        run_of = lambda trace: SimpleNamespace(forward=partial(spoilt, trace) if spoilt else trace)
+        said = pytest.warns(UserWarning, match="cannot be traced") if spoilt else contextlib.nullcontext()
+        with mock.patch.object(torch.jit, "freeze", run_of), said:
+            sequoia.pack(model)
+        assert hasattr(model, "_sequoia_pass") == (not spoilt)
 
 @pytest.mark.skipif(not sequoia.PACKS, reason="no bfloat16 here")
 def test_packing_that_changes_numbers_is_an_error_and_where_torch_cannot_pack_a_model_is_only_traced():
@@ -1607,8 +1599,8 @@ def test_a_target_with_a_layer_on_a_disk_writes_generates_text_and_pack_leaves_t
         assert_as_generate(Decoder(mapped, pair[1], tree), prompt_of(20), max_new_tokens=12)
 
 # --- Ranks that share a target ------------------------------------------------------------------------------
-# What each of two ranks runs. They have other clocks and other random numbers; their drafts disagree, as if by
-# rounding; and only rank 0 runs out of time. Where ranks wait for each other, they end after 100 seconds.
+# What each of two ranks runs. They have other clocks and other random numbers; their drafts disagree, as if
+# by rounding; and only rank 0 runs out of time. Where ranks wait for each other, they end after 100 seconds.
 ON_A_RANK = """
 import faulthandler, itertools, json, os, random, sys, types, torch, transformers, sequoia
 faulthandler.dump_traceback_later(100, exit=True)
@@ -1662,11 +1654,10 @@ def folders(tmp_path_factory):
     """Models of two layers with the bundled tokenizer: a good one, and others by what they have or lack."""
     root = tmp_path_factory.mktemp("models")
     target, _ = make_pair("llama", vocab_size=len(TOKENIZER), bos_token_id=None)
-    for name in ("good", "chat", "more layers", "wider", "unknown", "renamed"):
+    for name in ("good", "chat", "more layers", "wider", "renamed"):
         target.save_pretrained(root / name)
         TOKENIZER.save_pretrained(root / name)
-    for name, change in {"more layers": dict(num_hidden_layers=4), "wider": dict(intermediate_size=64),
-                         "unknown": dict(model_type="medusa")}.items():
+    for name, change in (("more layers", {"num_hidden_layers": 4}), ("wider", {"intermediate_size": 64})):
         path = root / name / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     path = root / "renamed" / "tokenizer.json"
@@ -1710,10 +1701,11 @@ def test_explain_draws_trees_of_the_drafts_first_choices_and_writes_the_same_gre
     given = (*USUAL, "--max-new-tokens=5", "--tree=8x4")
     greedy = run_main(capfd, *given, "--temperature=0")[1]
     code, out, _ = run_main(capfd, *given, "--temperature=0.01", "--explain")           # nearly greedy
-    added = "".join(map(ast.literal_eval, re.findall("^adds (.*)", out, flags=re.MULTILINE)))
+    parts = re.split(r"^adds (.*)\n+", out + "\n", flags=re.MULTILINE)
+    steps = parts[:-1:2]
+    added = "".join(map(ast.literal_eval, parts[1::2]))
     assert code == 0
     assert ("import " + added).startswith(greedy)
-    *steps, _ = re.split(r"^adds .*\n+", out + "\n", flags=re.MULTILINE)
     assert 2 <= len(steps) <= 5
     drawn = r"(    ){0,3}['\"].*['\"]\n"
     tried = r".*: R .* / D .* = .*: (accepted|rejected)\n"
@@ -1742,7 +1734,7 @@ BAD_REQUESTS = {
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
     "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method",
     "--explain --temperature=0": "Algorithm 2.* above 0",
-    "--target=/no/such": "/no/such", "--device=banana": "banana", "--draft=FOLDER/unknown": "medusa",
+    "--target=/no/such": "/no/such", "--device=banana": "banana",
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
     "--draft=FOLDER/wider": "6 weights missing.* shapes"}
 
@@ -1770,18 +1762,15 @@ def test_the_exit_code_is_2_for_what_the_parser_refuses_and_130_after_ctrl_c(cap
     with mock.patch.object(Decoder, "generate", side_effect=KeyboardInterrupt):
         assert run_main(capfd, "--tree=none") == (130, "", "")
 
-@pytest.mark.parametrize("words", [["--tree=none"], ["--explain", "--max-new-tokens=2"]], ids=str)
+@pytest.mark.parametrize("words", ["--tree=none", "--explain"])
 def test_a_closed_pipe_is_no_error(words, capfd):
     """Whether what is printed waits in a buffer or not."""
     reader, writer = os.pipe()
     os.close(reader)
-    pipe = open(writer, "w")
-    with mock.patch.object(sys, "stdout", pipe):
-        code, _, err = run_main(capfd, *words)
-        assert sys.stdout is None               # or Python would write the rest to it at its end
-    assert (code, err) == (0, "")
-    with pytest.raises(BrokenPipeError):
-        pipe.close()
+    with pytest.raises(BrokenPipeError), open(writer, "w") as pipe, mock.patch.object(sys, "stdout", pipe):
+        code, _, err = run_main(capfd, words, "--max-new-tokens=2")
+        left = sys.stdout                       # which Python would write to at its end
+    assert (code, err, left) == (0, "", None)
 
 @quick
 def test_a_copy_is_silent_reads_no_environment_and_says_what_it_lacks(capfd, monkeypatch, tmp_path):
