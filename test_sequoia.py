@@ -1007,13 +1007,15 @@ class Captured(Decoder):
 
 # --- 11  Decoding, and 12  What is refused ------------------------------------------------------------------
 @pytest.mark.parametrize("name", some_quick(ARCHITECTURES, "llama", "gemma4", "gpt-oss", "roberta"))
-def test_greedy_text_is_generates_on_every_architecture_with_every_tree(name):
+def test_greedy_text_is_generates_on_every_architecture_with_every_tree_also_traced(name):
     """Windows are 12 tokens wide, and the text grows to 50, so most of it lies behind a window."""
     pair = make_pair(name, difference=0.05)
     for tree in (NO_TREE, sequences(3, 3), BUSHY, "auto"):
         steps = assert_as_generate(Decoder(*pair, tree), prompt_of(26), max_new_tokens=24)
         # A draft this near must save steps, because otherwise its cache is wrong.
         assert len(steps) == 24 if tree == NO_TREE else len(steps) < 18
+    traced = [sequoia.pack(model) for model in pair]
+    assert len(steps) >= len(assert_as_generate(Decoder(*traced, BUSHY), prompt_of(26), max_new_tokens=24))
 
 @pytest.mark.parametrize("length", some_quick([1, 5, 6, 245, 250, 255, 256, 257], 1, 5, 6, 256))
 def test_prompts_shorter_than_the_probe_and_around_the_caches_capacity(llama, length):
@@ -1054,7 +1056,7 @@ def test_a_graph_is_kept_over_texts_and_captured_again_only_when_the_caches_grow
 @quick
 @pytest.mark.parametrize("kind", [Decoder, Captured])
 def test_auto_with_its_trials_writes_generates_text_and_captures_trees_only_for_longer_texts(llama, kind):
-    """After a step without a tree the draft lacks its token, so it must be fed again, or would guess badly."""
+    """After a step without a tree the draft lacks its token, so it must be fed it, or would guess badly."""
     decoder = kind(llama[0], llama[0])
     trees = set()
     for length in (8, 33, 20):
@@ -1269,7 +1271,6 @@ REFUSED = {
     "not supported: token_type_ids, which changes": dict(token_type_ids=torch.zeros_like(RISING)),
     "as inputs_embeds": dict(inputs=None, inputs_embeds=torch.rand(1, 12, 32)),
     "a prompt without ids": dict(inputs=RISING[:, :0]), "length.*got 'import os'": dict(inputs="import os"),
-    r"length\), .*got \[\[5": dict(inputs=[[5]]),
     r"length\), .*got tensor\(\[2": dict(inputs=torch.tensor([2, 3])),
     "its first weights are on a disk": dict(model=make_pair("gpt2")[0].to("meta")),
     "the draft is on cuda:1, but the target on cpu": dict(
@@ -1280,7 +1281,6 @@ REFUSED = {
         model=changed(small_model("Llama", num_key_value_heads=2), tp_size=4)),
     "over several GPUs: share it by torchrun": dict(
         model=changed(small_model("Llama"), hf_device_map=dict(model=0, lm_head=1, x="cpu"))),
-    "CpmAnt.* does not keep": dict(model=small_model("CpmAnt", prompt_types=32, dim_head=8, dim_ff=48)),
     "a cache of your own": dict(past_key_values=transformers.DynamicCache()),
     "ruled out every token": dict(logits_processor=[lambda ids, scores: scores.fill_(-torch.inf)])}
 
@@ -1306,12 +1306,12 @@ def test_a_targets_nan_is_an_error_that_names_it_and_a_drafts_only_costs_speed(m
         decoder.on_step = lambda step: weight.fill_(torch.nan)
         if at_once:
             weight.fill_(torch.nan)
-        text_of = partial(decoder.generate, prompt, do_sample=do_sample, max_new_tokens=16)
+        decode = partial(decoder.generate, prompt, do_sample=do_sample, max_new_tokens=16)
         if model is pair[0]:
             with pytest.raises(ValueError, match="the target's logits are NaN"):
-                text_of()
+                decode()
         else:
-            assert text_of().equal(plain) or do_sample
+            assert decode().equal(plain) or do_sample
         weight.copy_(whole)
 
 # What models do in their own way with what a pass is given. Where that is a text, no positions are given.
@@ -1434,19 +1434,17 @@ def test_a_report_adds_up_and_steps_are_timed_without_what_feeds_the_prompt():
     passes = collections.Counter()
     for model in (target, draft):
         model.register_forward_hook(lambda model, *_: passes.update([model]))
-    decoder = Decoder(target, draft)
+    decoder = Decoder(target, draft, chain(3))
     with mock.patch.object(sequoia.time, "perf_counter", lambda: passes[target] + 0.1 * passes[draft]):
         first, *others = steps = assert_as_generate(decoder, prompt_of(12), max_new_tokens=90)
     assert (first.seconds, first.tree) == (None, NO_TREE)
-    # The prompt's pass, the steps, and the draft's passes over a text.
-    seconds = 1.0
-    for last, step in zip(steps, others):
+    seconds = 1.1                       # the prompt's passes
+    for step in others:
         assert step.seconds == pytest.approx(0.9 + 0.1 * step.tree.depth)
-        is_fed = step.tree.depth > 1 >= last.tree.depth
-        seconds += step.seconds + 0.1 * is_fed
-    plan = [*decoder.planners.values()][0].tree
-    assert decoder.report == (90, len(steps), pytest.approx(seconds), plan)
-    assert f": {90 / len(steps):.2f} tokens per step, {90 / seconds:.1f} per second" in str(decoder.report)
+        seconds += step.seconds
+    report = decoder.report
+    assert report == (90, len(steps), pytest.approx(seconds), chain(3))
+    assert f": {90 / len(steps):.2f} tokens per step, {90 / seconds:.1f} per second" in str(report)
 
 @quick
 def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_path, monkeypatch):
@@ -1463,23 +1461,6 @@ def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_p
     assert max(step.tree.size for step in steps) == 4
 
 # --- 13  Passes ---------------------------------------------------------------------------------------------
-def both_texts(target, draft):
-    texts = []
-    for do_sample in (False, True):
-        # An offloaded model has no graph, and a tree with one is not cut, so it draws more random numbers.
-        decoder = Decoder(target, draft, (9, 4), generator=seeded(0, target.device), cuda_graph=False)
-        prompt = prompt_of(30).to(target.device)
-        texts.append(decoder.generate(prompt, do_sample=do_sample, max_new_tokens=20).tolist())
-    return texts
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_and_traced_output_equals_plain_output(name):
-    pair = make_pair(name)
-    expected = both_texts(*pair)
-    for model in pair:
-        assert sequoia.pack(model) is model
-    assert both_texts(*pair) == expected
-
 @quick
 @pytest.mark.skipif(not sequoia.PACKS, reason="no bfloat16 here")
 @torch.inference_mode()
@@ -1537,17 +1518,17 @@ def test_packing_that_changes_numbers_is_an_error_and_where_torch_cannot_pack_a_
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_offloaded_output_is_the_same_also_after_a_pass_that_ctrl_c_broke_off(name, device):
-    expected = both_texts(*[model.to(device) for model in make_pair(name)])
-    target, draft = [sequoia.offload(model.train(), device) for model in make_pair(name)]
+    prompt = prompt_of(30).to(device)
+    expected = [model.to(device)(prompt).logits for model in make_pair(name)]
+    target, draft = pair = [sequoia.offload(model.train(), device) for model in make_pair(name)]
     assert sequoia.offload(draft, device) is draft              # a second time does no harm
     *_, last = next(module for module in target.modules() if isinstance(module, torch.nn.ModuleList))
     home = {name: weight.data_ptr() for name, weight in target.named_parameters()}
-    assert not target.training
-    assert both_texts(target, draft) == expected
+    assert_as_generate(Decoder(*pair, (9, 4)), prompt, max_new_tokens=20)
     for register in (last.register_forward_pre_hook, last.register_forward_hook):
         with register(mock.Mock(side_effect=KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
-            target(prompt_of(30).to(device))
-        assert both_texts(target, draft) == expected
+            target(prompt)
+        torch.testing.assert_close([model(prompt).logits for model in pair], expected)
     # At most the last layer's copy is left on the device.
     away = [name for name, weight in target.named_parameters() if weight.data_ptr() != home[name]]
     assert all(".1." in name for name in away)
@@ -1697,11 +1678,11 @@ BAD_REQUESTS = {
     "--max-new-tokens=0": "max_new_tokens", "--prompt=": "no tokens", "--prompt=\udcff": "surrogates",
     "--top-k=-4": "top_k", "--tree=16x0": "tree must be .*16x0", "--tree=16x1": "too large",
     "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
-    "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--tree=100x2": "too large",
+    "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2",
     "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
     "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method",
-    "--explain --temperature=0": "Algorithm 2.* above 0",
-    "--target=/no/such": "/no/such", "--device=banana": "banana",
+    "--explain --temperature=0": "Algorithm 2.* above 0", "--target=/no/such": "/no/such",
+    "--device=banana": "banana",
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
     "--draft=FOLDER/wider": "6 weights missing.* shapes"}
 
