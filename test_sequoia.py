@@ -1440,9 +1440,8 @@ def test_a_report_adds_up_and_steps_are_timed_without_what_feeds_the_prompt():
     for step in others:
         assert step.seconds == pytest.approx(0.9 + 0.1 * step.tree.depth)
         seconds += step.seconds
-    report = decoder.report
-    assert report == (90, len(steps), pytest.approx(seconds), chain(3))
-    assert f": {90 / len(steps):.2f} tokens per step, {90 / seconds:.1f} per second" in str(report)
+    assert decoder.report == (90, len(steps), pytest.approx(seconds), chain(3))
+    assert f": {90 / len(steps):.2f} tokens per step, {90 / seconds:.1f} per second" in str(decoder.report)
 
 @quick
 def test_a_folder_with_this_file_makes_generate_decode_with_trees(bundled, tmp_path, monkeypatch):
@@ -1476,7 +1475,6 @@ def test_layers_are_packed_with_biases_and_once_if_shared_but_not_those_with_a_f
     assert all(layer.weight.is_mkldnn for layer in target.modules() if type(layer) is torch.nn.Linear)
     for model, logits in zip(pair, expected):
         torch.testing.assert_close(model(prompt_of(30)).logits, logits, atol=0.1, rtol=0.1)
-        # Both decode, and what was traced gives the same as what Python runs.
         assert_as_generate(Decoder(model, tree="none"), prompt_of(30), max_new_tokens=20)
 
 @quick
@@ -1699,11 +1697,10 @@ def test_the_exit_code_is_2_for_what_the_parser_refuses_and_130_after_ctrl_c(cap
         out, err = capfd.readouterr()
         assert ("--temperature" in out) == (code == "0")
         assert len(err.splitlines()) == (code == "2")
-    with mock.patch.object(sys, "argv", ["sequoia.py", "--top-p=2"]), pytest.raises(SystemExit, match="2"):
-        runpy.run_path(sequoia.__file__, run_name="__main__")
-    capfd.readouterr()
     with mock.patch.object(Decoder, "generate", side_effect=KeyboardInterrupt):
         assert run_main(capfd, "--tree=none") == (130, "", "")
+    with mock.patch.object(sys, "argv", ["sequoia.py", "--top-p=2"]), pytest.raises(SystemExit, match="2"):
+        runpy.run_path(sequoia.__file__, run_name="__main__")
 
 @pytest.mark.parametrize("words", ["--tree=none", "--explain"])
 def test_a_closed_pipe_is_no_error(words, capfd):
