@@ -364,7 +364,7 @@ class Ours:
         """Decodes prompts, and if the planner is free, as many more texts as it needs for a plan."""
         for prompt in tqdm(prompts, "learning", disable=None):
             self(prompt, 64)
-        while self.planner.shape == "auto" and self.planner.c is None:
+        while self.planner.shape == "auto" and not self.planner.latency()[2]:
             self(prompts[0], 64)
 
 class Theirs:
