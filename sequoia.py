@@ -3,8 +3,7 @@
 A large model reads all of its weights to write a single token, and that reading is what takes the time:
 scoring a few dozen tokens in one pass often costs little more. So a small *draft* model guesses a tree of
 possible continuations, and the large *target* model scores all of them in one pass. A verification rule then
-keeps one path of the tree and adds one more token. The rule is lossless: every token has exactly the
-distribution that the target alone would have given it.
+keeps one path and adds one more token. It is lossless: a token's distribution is the target's own.
 
 For example, after "the cat" the draft may propose this tree of five nodes on three levels. The target accepts
 " sat" and " on", and adds " my", so one pass of the target has written three tokens:
@@ -30,9 +29,8 @@ method is "Sequoia: Scalable and Robust Speculative Decoding" (NeurIPS 2024, arX
     python sequoia.py                                            # section 14: decodes with the bundled pair
     sequoia.generate(target, inputs, assistant_model=draft)      # in your own code
 
-Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the fast step, and 9 chooses trees: each of these
-builds on those before it. 10 has other methods, 11 and 12 are what callers use and what is refused, and 13 is
-about faster passes. "Must hold" says what test_sequoia.py checks, and what must hold after a change, too.
+Sections 1 to 3 are the idea, 4 is the best tree, 5 to 8 are the fast step, 9 chooses trees, 10 has other
+methods, and 11 to 14 are what callers use. "Must hold" says what test_sequoia.py checks.
 
 Left out: training a draft, batches, recurrent and encoder-decoder models, ALiBi, devices without float64,
 hooks of your own, and logits processors that remember earlier calls. Needs Python 3.11, torch 2.11 and
@@ -118,8 +116,7 @@ def k_ary(k, depth):
 
 # --- 2  Sampling (paper 3.2, Algorithm 2 line 5) ------------------------------------------------------------
 # Scores are log-probabilities up to a constant, because probabilities would underflow at low temperatures.
-# Where the best token's score is 0, a draft's others fall into grades, each so far below those before it that
-# a softmax sees only the best grade that is left:
+# A draft's scores fall into grades, each so far below the last that a softmax sees only the best one left:
 LOWERED_BY = 100        # subtracted where top-k, top-p or min-p cut a token: it is proposed after all others
 LOWEST = -1e9           # the draft says that it is impossible: proposed last, because the target may want it
 TRIED = -3e38           # it was rejected: never again, but finite, because a softmax of nothing would be NaN
@@ -139,8 +136,7 @@ def gumbel_noise(u):
     return -E.float().log()
 
 def most_likely(scores, k):
-    """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k); then NONE if fewer are
-    possible."""
+    """The k tokens of the highest scores, the highest first, (rows, V) -> (rows, k); then NONE if too few."""
     # Among equal scores `max` takes the first, as the argmax of `generate` does. `topk` may take any of them.
     best = scores.max(dim=1, keepdim=True) if k == 1 else scores.topk(k)
     return torch.where(best.values > RULED_OUT, best.indices, NONE)
@@ -160,8 +156,7 @@ def never_ruled_out(log_Q, lowest=LOWEST):
 
 # --- 3  One node and one step, plainly (paper 2.2 and 3.2, Algorithm 2) -------------------------------------
 # Must hold here and in 2, 5, 6 and 10: every token follows the target's distribution, for any draft and tree.
-# Algorithm 2 tries the children of a node one after the other. Why is it lossless? Take a single child first,
-# and a vocabulary of three tokens:
+# Algorithm 2 tries a node's children one by one. Why is that lossless? First one child, and three tokens:
 #
 #     token                       a    b    c    sum
 #     the target wants P          .5   .3   .2   1
@@ -180,14 +175,13 @@ def never_ruled_out(log_Q, lowest=LOWEST):
 #     residual: max(R - D, 0)     .08  0    0    .08    and so on; after the last child it gives the token
 #     together                    .75  0    .25  1      = R
 #
-# Sequoia is robust (Theorem 3.7), which means two things.
+# Sequoia is robust (Theorem 3.7), which means two things. (Section 10 has methods that lack one of them.)
 # Optimal transport: a single child is accepted with the chance sum of min(P, Q), and no lossless rule has a
 # larger one. This counts at high temperatures, where P and Q overlap.
 # Cover: if the children include all tokens with P > 0, one of them is accepted. This counts at low
 # temperatures, where few tokens are likely. Why? A rejected token had R < D, so the next R is 0 there. If all
 # of these tokens but one were rejected, R is 1 at the last one, and 1 / D is at least 1. (The children
 # include them if k = V, or if Q allows only k tokens, which are then all proposed, and P no others.)
-# Section 10 has methods that lack one of the two.
 
 def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
     """Algorithm 2 for one node. P, Q: (V,); tokens and uniform random numbers u: (k,).
@@ -206,8 +200,7 @@ def verify_one_node(P, Q, tokens, u, say=lambda line: None, word=int):
         R = (R - D).clamp(min=0)
         R = R / R.sum()
         D = D.index_fill(0, s, 0)
-        if D.sum() == 0:
-            # Lines 12 to 15: nothing is left of the draft, so all tokens not tried yet are equally likely.
+        if D.sum() == 0:                    # lines 12 to 15
             D = torch.ones_like(D).index_fill(0, tokens[: rank + 1], 0)
         D = D / D.sum()
     return NONE, R
@@ -229,9 +222,8 @@ def step_plainly(target, draft, text, tree, generator=None, say=lambda line: Non
             log_Q = draft(texts[node]).double()
             Q[node] = log_Q.softmax(dim=0)
             if tree.level_of[node] == len(noise):         # the first parent on its level
-                # The nodes of a level share noise, which is faster. That is right, because step 3 reaches at
-                # most one of them. Which one, only the noise and the u of earlier levels decide. So where a
-                # node is reached, its own noise is still fresh.
+                # The nodes of a level share noise, which is faster. Step 3 reaches at most one of them, and
+                # as noise and u of earlier levels alone decide which one, its own noise is then still fresh.
                 noise.append(gumbel_noise(rand(1, len(log_Q))))
             proposed = most_likely(log_Q + noise[-1], len(children))
             texts += [torch.cat([texts[node], token]) for token in proposed[0].split(1)]
@@ -347,12 +339,10 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
     accepted = []
     for rank in range(tokens.shape[1]):
         token = tokens[:, rank, None]                                                       # (rows, 1)
-        # A missing child takes nothing from R, because D is 0. (That token 0 is marked for it below does no
-        # harm, because only missing ones follow.)
+        # Of a missing child D is 0, so R stays. (Token 0 becomes TRIED for it, but only missing ones follow.)
         exists = token != NONE
         s = token.clamp(min=0)
-        # When all that the draft allows is TRIED, only tokens at LOWEST are left, all of them alike: lines 12
-        # to 15 of Algorithm 2, without a special case.
+        # When all that the draft allows is TRIED, only tokens at LOWEST are left, all alike: lines 12 to 15.
         D = log_Q.softmax(dim=1) * exists
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
@@ -371,8 +361,7 @@ class Method(namedtuple("Method", "propose verify choose", defaults=[None])):
 
     propose     log_Q, k, rand -> tokens, (rows, k)
     verify      P, log_Q, tokens, u -> ranks and weights
-    choose      None for Sequoia. Others choose the target's token first, and accept the child that equals it:
-                this draws it, and is called like propose"""
+    choose      others than Sequoia draw the target's token first, by this, and accept a child if equal"""
 
     def target_P(self, scores, rand):
         """P from the target's scores, (rows, V). If it has chosen a token, P is 1 there and 0 elsewhere."""
@@ -392,8 +381,7 @@ TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
 class Sampling:
     """A method, and the logits processors that shape both models' scores. Each is a function of ids,
     (1, length), and scores, (1, V), so a node at a time is shaped, after its own text. But if all are in
-    TEXT_BLIND, ids say nothing to them, and many nodes are shaped at once: then they are given None for ids,
-    and scores of (rows, V)."""
+    TEXT_BLIND, they are given None for ids, and scores of many nodes at once, (rows, V)."""
 
     def __init__(self, method, processors, end_tokens=None):
         self.method = method
@@ -431,8 +419,7 @@ class Sampling:
 # --- 7  The tree in a model's cache -------------------------------------------------------------------------
 # Must hold: a node's logits depend on its path alone, and moved entries equal a fresh pass's.
 # How can one pass score a whole tree? All nodes go into the KV cache side by side. Each gets the position it
-# would have in a text of its own, and the mask shows it just that text: what stands before the tree, then its
-# ancestors and itself. So its logits depend on its own path alone.
+# would have in a text of its own, and the mask shows it just that text: what precedes the tree, and its path.
 #
 # The root is the text's last token, which no model has been fed yet. `base` is its slot in the cache and also
 # its position, because the tokens before it fill the slots 0 to base - 1. Node i gets the slot base + i, but
@@ -451,11 +438,9 @@ class Sampling:
 #                  if node 2 is accepted   the text      the text   root   node 2   free     free
 #
 # Accepted entries move up, so that slot and position agree again: node 2 goes to base + 1, the position for
-# which its key was rotated. The next root then gets the slot base + 2.
-#
-# Between steps the slots before base hold the text. But *previous*, the token before the root, may have been
-# a leaf, and then the draft's cache lacks its entry, because the draft is not fed leaves, which propose
-# nothing. So each step's first draft pass feeds previous, too. (An entry that was there is written again.)
+# which its key was rotated. The next root then gets the slot base + 2. *Previous*, the token before it, may
+# have been a leaf, and then the draft's cache lacks its entry, because the draft is not fed leaves, which
+# propose nothing. So each step's first draft pass feeds previous, too, and may write its entry again.
 
 class Layout:
     """Everything about a step that the tree alone decides, as tensors. For the tree above:
@@ -497,9 +482,8 @@ class Layout:
 
     def place(self, base, reach):
         """Where the tree stands with its root in slot `base`, a number or (1,), if passes read the first
-        `reach` slots. Returns the slots and the positions of the nodes and of previous, (size + 1,) each;
-        their mask, (size + 1, reach), 0 where a slot is seen, -inf elsewhere; and, for windows, the positions
-        of the slots that are read, (reach,)."""
+        `reach` slots: the slots and the positions of the nodes and of previous, (size + 1,) each; their mask,
+        (size + 1, reach), 0 if seen, else -inf; and, for windows, the read slots' positions, (reach,)."""
         slots, positions = base + self.offsets
         read = torch.arange(reach, device=slots.device)
         # The mask's column for each slot: 0 before base, 1 + i for node i, and the last one after the nodes.
@@ -537,8 +521,8 @@ class CachedModel:
 
     def agree(self, values):
         """Rank 0's values, a tensor or a number, on all *ranks*: the processes of torchrun that share a model
-        by tensor parallelism. Each holds a part of every layer, so all must feed it the same tokens. But each
-        has a clock, random numbers and a draft of its own."""
+        by tensor parallelism. They must feed it the same tokens, but have clocks, random numbers and drafts
+        of their own."""
         if self.model.tp_size:
             values = torch.as_tensor(values, device=self.model.device)
             torch.distributed.broadcast(values, 0)
@@ -596,9 +580,8 @@ class CachedModel:
 
 class TreeCache(transformers.Cache):
     """What a pass over nodes gets for its KV cache: a CachedModel's store, of which it writes some slots, and
-    then reads the first `reach`. A model that is given masks and positions asks its cache for nothing else
-    than `update`. It calls that in each layer, (1, heads, nodes, head size) each, with keys that are rotated
-    already, and attends to those that it gets back."""
+    then reads the first `reach`. A model that is given masks and positions only calls `update`: in each layer
+    with rotated keys, and values, (1, heads, nodes, head size) each. It attends to what it gets back."""
 
     def __init__(self, store, written, reach):
         super().__init__(layers=[])
@@ -617,13 +600,9 @@ class TreeCache(transformers.Cache):
 # --- 8  The step on a device --------------------------------------------------------------------------------
 # Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
 class Step(namedtuple("Step", "tree node_tokens path token seconds")):
-    """What one step did.
-
-    tree            the Tree
-    node_tokens     a list, (size,); NONE for a missing child, below which tokens mean nothing
-    path            the accepted nodes below the root, in order
-    token           the one after them
-    seconds         None for a prompt's pass, and for a step that warms up a graph"""
+    """What one step did: its tree; the nodes' tokens, a list, (size,), where NONE is a missing child, below
+    which tokens mean nothing; path, the accepted nodes below the root, in order; the token after them; and
+    its seconds, which for a text's first step are without the prompt's pass."""
 
     @property
     def tokens(self):
@@ -682,8 +661,7 @@ class TreeStep:
             self.result = self.on_device(text, sampling, logits)
         node, token, *node_tokens = self.result.tolist()            # if static, the one copy to the host
         seconds = float(self.models[0].agree(time.perf_counter() - begun))  # or ranks would plan other trees
-        if self.static and not self.graph:
-            seconds = None              # because only later calls are fast: this one was the warm-up
+        if self.static and not self.graph:              # this call was the warm-up
             self.capture(text, sampling)
         return Step(self.layout.tree, node_tokens, self.layout.tree.paths[node][1:], token, seconds)
 
@@ -693,9 +671,8 @@ class TreeStep:
         target, _ = self.models
         layout = self.layout
         scores_of = partial(sampling.node_scores, tree=layout.tree, tokens=self.tokens, text=text)
-        # 0. The tree takes its place after the text. A static step needs fixed shapes, so it reads all slots,
-        # and the mask hides free ones. Every step on a GPU does, because torch 2.11's attention took up to
-        # 100 ms there to set itself up for each new length.
+        # 0. The tree takes its place after the text. A static step has fixed shapes, so it reads free slots,
+        # too, which the mask hides. So do all on a GPU: there torch 2.11 took 100 ms to set up a new length.
         reach = target.store.shape[2] if self.static or text.is_cuda else len(text) - 1 + layout.tree.size
         place = layout.place(self.base, reach)
         # 1. The draft grows it.
@@ -719,8 +696,13 @@ class TreeStep:
         # 4. One more token is drawn.
         token = draw(weights, self.rand(1, 1))[:, 0]
         result = target.agree(torch.cat([node, token, self.tokens[layout.nodes]]))
-        # 5. The accepted nodes' entries move up behind the root.
-        self.keep(place, layout.paths[result[:1]][0])
+        # 5. The accepted nodes' entries move up behind the root, in both caches. (A path that is padded with
+        # previous leaves copies of it in slots that are free anyway.)
+        path = layout.paths[result[:1]][0]                                                  # (depth,)
+        slots, *_ = place
+        for model in self.models if layout.passes else ():
+            entries = model.store.index_select(2, slots[path])
+            model.store.index_copy_(2, slots[: len(path)], entries)
         return result
 
     def grow(self, place, method, scores_of):
@@ -740,14 +722,6 @@ class TreeStep:
             shared = lambda rows, n: self.rand(1, n)
             self.tokens[proposed] = method.propose(scores, proposed.shape[1], shared)
         return log_Q
-
-    def keep(self, place, path):
-        """Moves the entries of an accepted path's nodes, (depth,), to the slots behind base, in both caches.
-        A path that is padded with previous leaves copies of it in slots that are free anyway."""
-        slots, *_ = place
-        for model in self.models if self.layout.passes else ():
-            entries = model.store.index_select(2, slots[path])
-            model.store.index_copy_(2, slots[: len(path)], entries)
 
     def capture(self, text, sampling):
         try:
@@ -788,8 +762,7 @@ TOKENS_FOR_TRIALS = 60, 60, 260         # so many make each of them worth its ti
 CAPTURE_COST = 30                       # times as many where each tree must be captured first
 
 def likeliest_tree(rates, size, depth):
-    """A fast `optimal_tree` for rates, (ranks,), that fall. It takes milliseconds, and where no tree is as
-    large as `size`, it returns the largest.
+    """`optimal_tree` in milliseconds, for rates, (ranks,), that fall; the largest if none has this size.
 
     As rates are at most 1 and fall, no node is likelier than its parent or elder sibling. So the likeliest
     nodes always form a tree, and as F(T) is the sum of chances, it is the best one of that size."""
@@ -842,7 +815,7 @@ class AcceptanceRates:
 
 class Planner:
     """Chooses the tree of each step by what earlier steps have shown, over all texts that are sampled alike.
-    shape: a Tree, which is used; (nodes, levels), the best tree of that shape; or "auto", the fastest.
+    shape: a Tree; (nodes, levels), the best of that shape; or "auto", the fastest. tree: the plan.
 
     Each tree that is used is timed three times, and whenever one has its times, the planner plans again. Each
     time that the number of steps has doubled, every tree's oldest time is dropped, so the trials are timed
@@ -851,9 +824,7 @@ class Planner:
         8x4 8x4 8x4  none none none  8x8 8x8 8x8     the trials; 8x8 is a chain
         12x4 12x4 12x4  18x4 18x4 18x4               two plans, which took longer than was hoped
         8x3 8x3 8x3 8x3 ...                          the third, which did not, so it stays
-        8x4  none  8x8  8x3 8x3 8x3 ...              the trials again, and a plan, here the same
-
-    tree: the plan."""
+        8x4  none  8x8  8x3 8x3 8x3 ...              the trials again, and a plan, here the same"""
 
     def __init__(self, shape, on_gpu=False):
         self.shape = shape
@@ -884,7 +855,7 @@ class Planner:
             for seconds in self.seconds.values():
                 del seconds[:1]
         seconds = self.seconds[step.tree]
-        if step.seconds and len(seconds) < TIMINGS:
+        if len(seconds) < TIMINGS:
             seconds.append(step.seconds)
             if len(seconds) == TIMINGS and not isinstance(self.shape, Tree):
                 self.plan_again()
@@ -1008,8 +979,7 @@ def tree_shape(tree):
     raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS, 1 to {MAX_NODES} nodes; got {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
-    """What a Decoder's last call came to: tokens written; steps, the first of which is the prompt's pass; the
-    call's seconds; and the tree that the planner chose last."""
+    """A Decoder's last call: new tokens; steps, first the prompt's pass; seconds; and the planner's tree."""
 
     def __str__(self):
         return (f"tokens {self.tokens}, steps {self.steps}, seconds {self.seconds:.1f}: "
@@ -1049,11 +1019,11 @@ class Decoder:
         self.planners = defaultdict(partial(Planner, shape, target.device.type == "cuda"))  # by sampling.key
         if self.draft.vocabulary != self.target.vocabulary or self.draft.context < self.target.context:
             warnings.warn(f"the draft's tokens and context are {self.draft.vocabulary, self.draft.context}, "
-                          f"the target's {self.target.vocabulary, self.target.context}, so others are not "
+                          f"the target's {self.target.vocabulary, self.target.context}: others are not "
                           f"guessed, and longer texts go on without a tree")
         # A pass of several ranks, or with weights on the host, needs the host.
-        can_capture = not target.tp_size and all(weight.is_cuda for weight in target.parameters())
-        self.cuda_graph = cuda_graph and can_capture
+        on_one = not target.tp_size and all(weight.is_cuda for weight in target.parameters())
+        self.cuda_graph = cuda_graph and on_one
         # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
         memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
         # Steps are kept for their graphs. A graph is valid for one tree, capacity and way of sampling (key).
@@ -1066,8 +1036,7 @@ class Decoder:
         kwargs = {**(inputs if hasattr(inputs, "keys") else {"input_ids": inputs}), **kwargs}
         ids = kwargs.get("input_ids")
         if not (torch.is_tensor(ids) and ids.ndim == 2 and ids.numel()):
-            raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), or all that a "
-                             f"tokenizer returns with return_tensors='pt'; got {ids!r:.50}")
+            raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), got {ids!r:.50}")
         model = self.target.model
         stop_strings = (stop_strings or getattr(generation_config, "stop_strings", None)
                         or model.generation_config.stop_strings)
@@ -1125,7 +1094,7 @@ class Decoder:
         # A pass over a tree takes no such arguments, as token types, so they may change nothing.
         if given and not logits.equal(target.prefill(text)):
             raise ValueError(f"not supported: {', '.join(given)}, which changes the text")
-        step = self.step_for(NO_TREE, False, 0, None)(text, sampling, logits)._replace(seconds=None)
+        step = self.step_for(NO_TREE, False, 0, None)(text, sampling, logits)
         while True:
             self.on_step(step)
             yield from step.tokens
@@ -1158,8 +1127,7 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
 
     inputs: the ids of one text, (1, length), or all that a tokenizer returns. For the others see `Decoder`.
     Returns the whole text's ids, (1, longer), or `sequences` in a dict. Raises ValueError for anything that
-    cannot be done, such as several texts or beams. transformers also finds this function if the file is
-    copied to a folder's custom_generate/generate.py."""
+    cannot be done, such as beams. transformers also finds it in a folder's custom_generate/generate.py."""
     return Decoder(model, assistant_model, tree, method, generator, on_step, cuda_graph).generate(
         inputs, generation_config, **kwargs)
 
@@ -1223,8 +1191,7 @@ def probe(cached):
     coarse = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16
     rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, model.dtype))
     # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32.
-    # Of 236 small models the right ones had up to 0.54, 0.12 and 0.0001%, and the wrong ones more than 7%,
-    # except two that hardly look at positions.
+    # Of 236 small models the right ones had up to 0.54, 0.12 and 0.0001%, all but two of the wrong over 7%.
     if difference > 0.6 * rounding**0.5:            # NaN is left to decoding, where a draft's does no harm
         raise ValueError(f"a pass over one changes its logits by {difference:.1%}, too much for rounding")
 
@@ -1232,8 +1199,7 @@ def warn_of_other_tokens(tokenizer, assistant_tokenizer):
     """Warns if a draft's tokenizer differs. The models only know ids, so such tokens are guessed wrong."""
     other = dict(tokenizer.get_vocab().items() ^ assistant_tokenizer.get_vocab().items())
     if other:
-        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}, which "
-                      f"costs time, but does not change the text")
+        warnings.warn(f"the draft's tokenizer differs in {len(other)} tokens, as in {min(other)!r}: slower")
 
 def check_call(target, ids, config, arguments):
     """Raises ValueError for a call that might not give the text of `generate`. Returns those of the arguments
@@ -1409,8 +1375,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     if target.tp_size and torch.distributed.get_rank():
         sys.stdout = None               # only rank 0 prints; the others may still report an error
     if explain:
-        return print_steps(target, draft, inputs.input_ids[0], first_tree, tokenizer.decode, temperature,
-                           length + max_new_tokens)
+        return print_steps(target, draft, inputs.input_ids[0], first_tree, tokenizer.decode, config)
     decoder = Decoder(target, draft, tree, method)
     decoder.generate(inputs, config, streamer=transformers.TextStreamer(
         tokenizer, skip_prompt=chat, skip_special_tokens=chat))
@@ -1422,11 +1387,12 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     if sys.stdout:
         print("", *lines, sep="\n", file=sys.stderr)
 
-def print_steps(target, draft, text, tree, word, temperature, end):
-    """Decodes up to `end` tokens or a few more by `step_plainly`, without caches, and prints each step."""
+def print_steps(target, draft, text, tree, word, config):
+    """Decodes by `step_plainly`, without caches, and prints each step."""
     def scores_of(model):               # as `step_plainly` asks of a draft
-        return lambda ids: never_ruled_out(model(ids[None]).logits[0, -1].double() / temperature, -700)
+        return lambda ids: never_ruled_out(model(ids[None]).logits[0, -1].double() / config.temperature, -700)
 
+    end = len(text) + config.max_new_tokens
     while len(text) < end:
         added = step_plainly(scores_of(target), scores_of(draft), text, tree, say=print, word=word)
         print(f"adds {word(added)!r}\n", flush=True)    # a closed pipe must not wait for Python's end
