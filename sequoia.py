@@ -257,8 +257,7 @@ def expected_tokens(tree, acceptance_rates):
         1.00─┬─0.60───0.36───0.22        1.00 + 0.60 + 0.20 + 0.36 + 0.22 = 2.38 tokens per step
              └─0.20
 
-    However many nodes there are, F(T) stays below a limit for a fixed shape. With p, the first rate, and s,
-    the sum of the first k, these are sums of geometric series:
+    For a fixed shape F(T) has a limit. With p, the first rate, and s, the sum of the first k, these are:
 
         a chain            1 / (1 - p)            for rates of 0.6, 0.2, 0.1: 2.5
         k sequences        1 + s / (1 - p)        for k = 3: 3.25
@@ -461,7 +460,6 @@ class Layout:
 
     def __init__(self, tree, device):
         tensor = partial(torch.tensor, device=device)
-
         def padded(rows, padding):
             return tensor([*zip_longest(*rows, fillvalue=padding)]).T       # zip_longest gives columns
 
@@ -551,11 +549,9 @@ class CachedModel:
         capacity = self.reserve(len(text))
         if not len(self.store):                         # the first text shows how large entries are
             _, heads, _, head_size = np.max([states.shape for states in entries], axis=0)
-            # Under autocast entries may be narrower than the model's own.
-            dtype = torch.promote_types(entries[0].dtype, self.model.dtype)
+            dtype = torch.promote_types(entries[0].dtype, self.model.dtype)     # autocast narrows some
             self.store = entries[0].new_empty(len(entries), heads, capacity, head_size, dtype=dtype)
-        # Clear what an earlier text left. A masked slot has weight 0, but 0 times NaN is NaN.
-        self.store.zero_()
+        self.store.zero_()      # because NaN may be left, and a masked slot has weight 0, but 0 * NaN is NaN
         for stored, states in zip(self.store, entries):
             stored[: states.shape[1], : len(text), : states.shape[3]] = states[0]
         return output.logits[0, -last:]                 # because not every model can leave out the others
@@ -682,7 +678,6 @@ class TreeStep:
             logits = target.node_logits(target.agree(self.tokens), layout.nodes, place)     # (size, V)
         # 3. Algorithm 2 walks down from the root.
         u = self.rand(len(logits), layout.tree.branching)
-
         def try_children(rows, k):
             """Tries the first k children of some nodes. rows: a slice, of one node or of all."""
             scores = scores_of(logits[rows], is_draft=False, nodes=layout.nodes[rows])
@@ -718,8 +713,7 @@ class TreeStep:
             logits = pad(logits, (0, target.vocabulary - logits.shape[1]), value=RULED_OUT)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            # The nodes of a level share a row of random numbers, see `step_plainly`.
-            shared = lambda rows, n: self.rand(1, n)
+            shared = lambda rows, n: self.rand(1, n)        # by a level's nodes, see `step_plainly`
             self.tokens[proposed] = method.propose(scores, proposed.shape[1], shared)
         return log_Q
 
@@ -863,7 +857,6 @@ class Planner:
     def plan_again(self):
         rates = self.acceptance.rates()
         sizes, t, c = self.latency()
-
         def tokens_per_second(tree):
             return expected_tokens(tree, rates) / (np.interp(tree.size, sizes, t) + (tree.depth - 1) * c)
 
@@ -941,8 +934,7 @@ METHODS = {
     "specinfer": Method(propose_independent, partial(verify_nodes, replacement=True)),
     "spectr": Method(propose_independent, verify_by_spectr),
     "naive": Method(propose_independent, verify_by_matching, propose_independent),
-    "topk": Method(propose_likeliest, verify_by_matching, propose_independent),
-}
+    "topk": Method(propose_likeliest, verify_by_matching, propose_independent)}
 
 def sample_and_verify(P, Q, k, method="sequoia", generator=None):
     """Proposes k children in each row from the draft's Q and verifies them against the target's P, (rows, V)
@@ -1165,9 +1157,8 @@ def checked(model):
 
 @torch.no_grad()
 def probe(cached):
-    """Raises ValueError if a model gets trees wrong: one that masks by slot, or counts positions its own way,
-    would silently give another text. Feeds a text, of which a, b, c are the last tokens here, and then those
-    tokens again, as a tree, first the root. That must give the same logits up to rounding:
+    """Raises ValueError if a model gets trees wrong, because it masks by slot, or counts positions otherwise.
+    Feeds a text, which ends with a, b, c here, and then those again, as a tree, which must give their logits:
 
         a─┬─x───y        Other tokens, which the last branch must not see. There are more such branches, so
           └─b───c        that the last one stands in slots far from its positions."""
