@@ -19,6 +19,7 @@ from pytest import approx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper as Temperature
 
 import bench, sequoia
 from sequoia import (METHODS, NO_TREE, NONE, Decoder, Planner, Step, Tree, chain, expected_tokens, k_ary,
@@ -31,7 +32,6 @@ torch.set_num_threads(1)            # on busy cores threads would wait for each 
 CHANCE = 1e-9
 each_method = pytest.mark.parametrize("name", METHODS)
 BY_RATIOS = [name for name, method in METHODS.items() if not method.choose]
-Temperature = transformers.TemperatureLogitsWarper
 ROOT = Path(sequoia.__file__).parent
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "target")
 # TorchScript traces passes on a CPU. It is deprecated, but nothing replaces it yet.
@@ -178,9 +178,9 @@ def test_draws_follow_the_weights_even_tiny_ones_and_never_fall_on_a_token_witho
     u = torch.tensor([[0.0, 1 - 2.0**-38, 1 - 2.0**-53]], dtype=torch.float64)
     assert sequoia.draw(weights[:1], u).tolist() == [[1, 4, 4]]
     assert sequoia.draw(torch.tensor([[1.0, 2.0**-40]]), u).tolist() == [[0, 0, 1]]
-    # Random numbers have 53 bits, and noise keeps them.
-    assert (sequoia.uniform(1, 1000, generator=seeded(0)) * 2**24 % 1).std() > 0.2
-    assert sequoia.gumbel_noise(u).max().item() == approx(53 * math.log(2))
+    many = sequoia.uniform(1, 1000, generator=seeded(0))
+    assert (many * 2**24 % 1).std() > 0.2
+    assert sequoia.gumbel_noise(u).max().item() == approx(53 * math.log(2))        # all 53 bits count
 
 # --- 3  One node and one step, plainly, 5  Many nodes at once, and 10  Other methods ------------------------
 @st.composite
@@ -335,17 +335,17 @@ def test_only_logits_are_rounded_and_what_a_draft_says_is_finite_and_above_what_
         assert scores.equal(processed(None, said.float(), is_draft=False))
 
 # The first two are equal; in the draft's also the next two, and the target's second likeliest, far below.
-TIES = [([20.0, 20, 19, 3], [20.0, 20, 19, 3]), ([3.0, 20, 20, 3], [20.0, 5, 5, 5]),
-        ([20.0, 20, 3, 3], [3.0, 20, 20, 20]), ([2000.0, 2e-6, 1e-6, 3], [2000.0, 1e-6, 2e-6, 3])]
+TIES = [([20.0, 20, 19, 3], [20.0, 20, 19, 3]), ([3.0, 20, 20, 3], [20.0, 5, 5, 5])]
+TIES += [([20.0, 20, 3, 3], [3.0, 20, 20, 20]), ([2000.0, 2e-6, 1e-6, 3], [2000.0, 1e-6, 2e-6, 3])]
 
 @quick
-@pytest.mark.parametrize("temperature", [1e-20, 1e-8, 1e-6, 1e-3, 1.0])
 @each_method
-def test_exact_ties_are_drawn_by_their_chances_also_near_temperature_0(name, temperature):
+def test_exact_ties_are_drawn_by_their_chances_also_near_temperature_0(name):
     """Where scores are so far apart that a float32 sum with noise would have no bits left for the noise."""
-    sampling = Sampling(METHODS[name], [Temperature(temperature)])
     rand = partial(sequoia.uniform, generator=seeded(0))
-    for (logits, draft_logits), k in itertools.product(TIES, (1, 2, 3)):
+    temperatures = 1e-20, 1e-8, 1e-6, 1e-3, 1.0
+    for (logits, draft_logits), k, temperature in itertools.product(TIES, (1, 2, 3), temperatures):
+        sampling = Sampling(METHODS[name], [Temperature(temperature)])
         scores = sampling.processed(None, torch.tensor([logits]), is_draft=False)
         log_Q = sampling.processed(None, torch.tensor([draft_logits]), is_draft=True).expand(5000, 4)
         tokens = sampling.method.propose(log_Q, k, rand)
@@ -365,8 +365,8 @@ def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended_but_a_prom
     assert scores[:, 0].tolist() == [5 + 9, 5 + 9 + 2, 0, 0, 5 + 9 + 2 + 3, 0]
 
 # --- 7  The tree in a model's cache, and 8  The step on a device --------------------------------------------
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SMALL |= dict(max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 GQA = dict(SMALL, num_key_value_heads=2)
 HEAD = dict(GQA, head_dim=8)
 WINDOW = dict(GQA, sliding_window=12)
@@ -376,19 +376,18 @@ YARN = dict(rope_type="yarn", factor=2.0, rope_theta=1e4, original_max_position_
 ROBERTA = dict(SMALL, is_decoder=True)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 # By the name of a model_type, which words may follow.
-ARCHITECTURES = dict(llama=GQA, qwen2=GQA, qwen3=HEAD, phi3=WINDOW, mistral=WINDOW, gpt_neox=SMALL,
-                     falcon=SMALL, gemma2=GEMMA, gemma3_text=TWO_KINDS, roberta=ROBERTA)
+ARCHITECTURES = dict(llama=GQA, qwen2=GQA, qwen3=HEAD, phi3=WINDOW, mistral=WINDOW, gpt_neox=SMALL)
+ARCHITECTURES |= dict(falcon=SMALL, gemma2=GEMMA, gemma3_text=TWO_KINDS, roberta=ROBERTA)
 ARCHITECTURES["roberta without padding"] = dict(ROBERTA, pad_token_id=None)
 ARCHITECTURES["gpt2"] = dict(SMALL, max_position_embeddings=256)
 ARCHITECTURES["opt"] = dict(SMALL, ffn_dim=48, word_embed_proj_dim=32)
 ARCHITECTURES["mixtral"] = dict(WINDOW, **EXPERTS)
 ARCHITECTURES["qwen2 with a window"] = dict(WINDOW, use_sliding_window=True, max_window_layers=1)
 ARCHITECTURES["gpt_oss"] = dict(TWO_KINDS, rope_parameters=YARN, **EXPERTS)
-ARCHITECTURES["deepseek_v3"] = dict(
-    SMALL, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
-    num_key_value_heads=4, moe_intermediate_size=16, first_k_dense_replace=2)
-ARCHITECTURES["gemma4_text"] = dict(
-    TWO_KINDS, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+ARCHITECTURES["deepseek_v3"] = dict(SMALL, num_key_value_heads=4, first_k_dense_replace=2, **LATENT)
+LAYER_INPUT = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
+ARCHITECTURES["gemma4_text"] = dict(TWO_KINDS, global_head_dim=16, **LAYER_INPUT)
 
 # One of each kind of attention, position and entry: these go through the tests of single steps.
 STEPPED = ("llama", "gpt2", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "gemma4_text")
@@ -434,7 +433,8 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     for node, row in zip(nodes.tolist(), logits):
         path = tokens[ABREAST.paths[node]] if node < 13 else tokens[:0]
         alone = torch.cat([text[:-1], path])
-        torch.testing.assert_close(row, model(alone[None]).logits[0, -1], atol=2e-3, rtol=1e-3)
+        expected = model(alone[None]).logits[0, -1]
+        torch.testing.assert_close(row, expected, atol=2e-3, rtol=1e-3)
 
 class EmulatedGraph(TorchDispatchMode):
     """A CUDA graph on a CPU. While it is captured, operators are noted with the memory they use, and what
@@ -497,9 +497,8 @@ def scores_by(model, sampling, is_draft):
 
 @torch.inference_mode()
 def assert_steps_as_plainly(models, text, sampling, form, seed):
-    """A text's steps add the tokens of the plain step, and leave both caches as fresh ones: the target's with
-    all but the next root, the draft's also without the token before it, which it may not have been fed. Where
-    nothing is drawn, the children of all nodes are the draft's own choices after the node's path."""
+    """A text's steps add the plain step's tokens, and leave both caches as fresh ones, which lack the next
+    root, and the draft's also previous. Without noise all children are the draft's choices after their path."""
     target, draft = models
     generator, again = seeded(seed), seeded(seed)
     p = scores_by(target.model, sampling, is_draft=False)
@@ -529,8 +528,9 @@ def assert_steps_as_plainly(models, text, sampling, form, seed):
                 torch.testing.assert_close(found, fresh, atol=1e-5, rtol=1e-5)
         assert isinstance(run.graph, EmulatedGraph) == (static and form == "captured")
 
-SHAPED = [[Temperature(0.7)], [Temperature(1.5), TopPLogitsWarper(0.8)], [TopKLogitsWarper(5)],
-          [MinPLogitsWarper(0.1)], [transformers.RepetitionPenaltyLogitsProcessor(1.5)]]
+repetition = transformers.RepetitionPenaltyLogitsProcessor(1.5)
+SHAPED = [[Temperature(0.7)], [Temperature(1.5), TopPLogitsWarper(0.8)], [TopKLogitsWarper(5)]]
+SHAPED += [[MinPLogitsWarper(0.1)], [repetition]]
 
 @pytest.mark.parametrize("name", some_quick(STEPPED, "gemma4_text"))
 @pytest.mark.parametrize("form", ["host", "static", "captured"])
@@ -551,8 +551,7 @@ def row_of(tables, path):
     return tables[len(path)].view([V] * (len(path) + 1))[tuple(path)]
 
 def continued(start, tables):
-    """The distribution of texts of len(tables) tokens that begin with `start` and then go on by these tables,
-    (V**levels,)."""
+    """The distribution, (V**levels,), of texts that begin with `start` and then go on by these tables."""
     chances = torch.ones(1, dtype=torch.float64)
     for level, P in enumerate(tables):
         following = torch.eye(P.shape[1])[start[level]] if level < len(start) else P
@@ -659,15 +658,14 @@ def test_acceptance_rates_count_children_that_were_not_missing_and_are_made_to_f
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
 RATES = np.array([[0.65, 0.12, 0.05, 0.03, 0.02], [0.6, 0.1, 0.05, 0.03, 0.02]])
 # t(n), c, acceptance rates, steps, and the least part of the best tree's pace.
-MACHINES = {"flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600, 0.97),
-    "flat": (lambda n: 1.0, 0.5, RATES, 400, 0.97),
-    "linear": (lambda n: 0.98 + 0.02 * n, 0.02, RATES, 200, 0.97),
-    "kinked": (lambda n: max(1.0, n / 48), 0.1, RATES, 200, 0.95),
-    "no tree pays": (lambda n: float(n), 1.0, RATES, 200, 1)}
+MACHINES = {"flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600, 0.97)}
+MACHINES["flat"] = (lambda n: 1.0), 0.5, RATES, 400, 0.97
+MACHINES["linear"] = (lambda n: 0.98 + 0.02 * n), 0.02, RATES, 200, 0.97
+MACHINES["kinked"] = (lambda n: max(1.0, n / 48)), 0.1, RATES, 200, 0.95
+MACHINES["no tree pays"] = float, 1.0, RATES, 200, 1
 
 def best_pace(t, c, rates, size):
-    """The most tokens per second, of all trees of up to `size` nodes on up to 24 levels. As chances fall from
-    parent to child and from sibling to sibling, the likeliest nodes always form a tree."""
+    """Of all trees of up to `size` nodes and 24 levels. The likeliest nodes always form a tree, the best."""
     paces = []
     chances = level_chances = np.ones(1)
     for level in range(24):
@@ -725,15 +723,13 @@ def simulated(name, is_noisy=False, seed=0):
     all_steps(planner, steps, seconds, accepted)
     return planner
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees(name):
-    *machine, steps, least = MACHINES[name]
-    t, c, _ = machine
-    planner = simulated(name)
-    assert pace(planner.tree, *machine) >= least * best_pace(*machine, 1024)
-    sizes, times, draft_seconds = planner.latency()
-    assert draft_seconds == approx(c, rel=0.01)
-    assert times == approx([t(size) for size in sizes], rel=0.01)
+def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees():
+    for name, (t, c, rates, _, least) in MACHINES.items():
+        planner = simulated(name)
+        assert pace(planner.tree, t, c, rates) >= least * best_pace(t, c, rates, 1024)
+        sizes, times, draft_seconds = planner.latency()
+        assert draft_seconds == approx(c, rel=0.01)
+        assert times == approx([t(size) for size in sizes], rel=0.01)
 
 @pytest.mark.parametrize("name", some_quick(["flat", "linear", "kinked"], "linear"))
 def test_planners_on_a_noisy_machine_mostly_come_near(name):
@@ -763,7 +759,6 @@ def test_plans_come_at_doubling_steps_right_after_trials_and_slow_first_times_ar
 
 @quick
 def test_a_plan_whose_size_was_not_timed_is_timed_at_once_and_may_be_half_as_large_again_as_those():
-    """A time between two sizes is a guess: in float32 on a CPU two nodes may take as long as eight."""
     for size, timed in ((4, 3), (7, 9), (12, 3)):
         planner = Planner("auto")
         best = sequoia.likeliest_tree(sequoia.PRIOR, size, 5)
@@ -816,8 +811,8 @@ def test_fewer_nodes_take_no_more_time_and_a_draft_pass_none_below_zero():
     assert [*t] == [1.0, 1.0, 1.0, 1.0]
     assert c == 0.0
 
-falling = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6).map(
-    lambda rates: np.array(sorted(rates, reverse=True)))
+any_rates = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6)
+falling = any_rates.map(lambda rates: np.array(sorted(rates, reverse=True)))
 
 @quick
 @given(falling, st.integers(1, 60), st.integers(1, 8))
