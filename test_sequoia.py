@@ -799,7 +799,7 @@ def test_trials_come_only_where_enough_steps_are_left_to_gain_their_time_back():
         trees = all_steps(planner, begun, tokens_left=76, trial_cost=cost)
         assert {*trees} == {first}
         planner.learn(Step(NO_TREE, [0], [], 0, None))          # without a time it was no trial
-        assert planner.next_tree(76, cost) == NO_TREE
+        assert all_steps(planner, 3, tokens_left=76, trial_cost=cost) == 3 * [NO_TREE]
 
 def test_fewer_nodes_take_no_more_time_and_a_draft_pass_none_below_zero():
     planner = Planner("auto")
