@@ -1,5 +1,4 @@
-"""The guarantees of sequoia.py, as tests: slow, obvious oracles beside the fast code.
-`python -m pytest -k quick` runs one test or more of every guarantee.
+"""The guarantees of sequoia.py, as tests; `python -m pytest -k quick` runs at least one of every guarantee.
 Exact tests go through every case. Statistical tests are seeded and fail if their counts have a chance below
 1e-9, so a false alarm from any of them has a chance below 1e-6."""
 import ast, collections, contextlib, copy, doctest, functools, itertools, json, math, os, re, runpy, shutil
@@ -19,6 +18,7 @@ from pytest import approx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper as Temperature
 
 import bench, sequoia
 from sequoia import (METHODS, NO_TREE, NONE, Decoder, Planner, Step, Tree, chain, expected_tokens, k_ary,
@@ -31,11 +31,9 @@ torch.set_num_threads(1)            # on busy cores threads would wait for each 
 CHANCE = 1e-9
 each_method = pytest.mark.parametrize("name", METHODS)
 BY_RATIOS = [name for name, method in METHODS.items() if not method.choose]
-Temperature = transformers.TemperatureLogitsWarper
 ROOT = Path(sequoia.__file__).parent
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "target")
-# TorchScript traces passes on a CPU. It is deprecated, but nothing replaces it yet.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")     # nothing replaces it
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 def quick(test):
@@ -178,14 +176,13 @@ def test_draws_follow_the_weights_even_tiny_ones_and_never_fall_on_a_token_witho
     u = torch.tensor([[0.0, 1 - 2.0**-38, 1 - 2.0**-53]], dtype=torch.float64)
     assert sequoia.draw(weights[:1], u).tolist() == [[1, 4, 4]]
     assert sequoia.draw(torch.tensor([[1.0, 2.0**-40]]), u).tolist() == [[0, 0, 1]]
-    # Random numbers have 53 bits, and noise keeps them.
-    assert (sequoia.uniform(1, 1000, generator=seeded(0)) * 2**24 % 1).std() > 0.2
-    assert sequoia.gumbel_noise(u).max().item() == approx(53 * math.log(2))
+    many = sequoia.uniform(1, 1000, generator=seeded(0))
+    assert (many * 2**24 % 1).std() > 0.2
+    assert sequoia.gumbel_noise(u).max().item() == approx(53 * math.log(2))        # all 53 bits count
 
 # --- 3  One node and one step, plainly, 5  Many nodes at once, and 10  Other methods ------------------------
 @st.composite
 def targets_and_drafts(draw):
-    """P, Q, (V,), and a number of children."""
     vocabulary = draw(st.integers(2, 4))
     weight = st.sampled_from([0, 1e-6, 1, 1 + 1e-10, 3, 7])
     rows = st.lists(weight, min_size=vocabulary, max_size=vocabulary).filter(any).map(distribution)
@@ -263,8 +260,7 @@ def test_ten_thousand_targets_and_drafts_with_zeros(name):
         P, Q = random_rows(2000, V, zeros=0.4, seed=10 * V + k).repeat_interleave(10, dim=1)
         rank, token = sample_and_verify(P, Q, k, name, seeded(0))
         assert rank.unique().tolist()[-k:] == [*range(k)]
-        # Apart where the draft gives a token more than the target, and where less.
-        is_more = Q > P
+        is_more = Q > P         # apart where the draft gives a token more than the target, and where less
         observed = token + V * is_more.gather(1, token[:, None])[:, 0]
         expected = torch.cat([P * ~is_more, P * is_more], dim=1).sum(dim=0)
         assert chi_square_tail(observed.bincount(minlength=2 * V), expected) > CHANCE
@@ -335,17 +331,17 @@ def test_only_logits_are_rounded_and_what_a_draft_says_is_finite_and_above_what_
         assert scores.equal(processed(None, said.float(), is_draft=False))
 
 # The first two are equal; in the draft's also the next two, and the target's second likeliest, far below.
-TIES = [([20.0, 20, 19, 3], [20.0, 20, 19, 3]), ([3.0, 20, 20, 3], [20.0, 5, 5, 5]),
-        ([20.0, 20, 3, 3], [3.0, 20, 20, 20]), ([2000.0, 2e-6, 1e-6, 3], [2000.0, 1e-6, 2e-6, 3])]
+TIES = [([20.0, 20, 19, 3], [20.0, 20, 19, 3]), ([3.0, 20, 20, 3], [20.0, 5, 5, 5])]
+TIES += [([20.0, 20, 3, 3], [3.0, 20, 20, 20]), ([2000.0, 2e-6, 1e-6, 3], [2000.0, 1e-6, 2e-6, 3])]
 
 @quick
-@pytest.mark.parametrize("temperature", [1e-20, 1e-8, 1e-6, 1e-3, 1.0])
 @each_method
-def test_exact_ties_are_drawn_by_their_chances_also_near_temperature_0(name, temperature):
+def test_exact_ties_are_drawn_by_their_chances_also_near_temperature_0(name):
     """Where scores are so far apart that a float32 sum with noise would have no bits left for the noise."""
-    sampling = Sampling(METHODS[name], [Temperature(temperature)])
     rand = partial(sequoia.uniform, generator=seeded(0))
-    for (logits, draft_logits), k in itertools.product(TIES, (1, 2, 3)):
+    temperatures = 1e-20, 1e-8, 1e-6, 1e-3, 1.0
+    for (logits, draft_logits), k, temperature in itertools.product(TIES, (1, 2, 3), temperatures):
+        sampling = Sampling(METHODS[name], [Temperature(temperature)])
         scores = sampling.processed(None, torch.tensor([logits]), is_draft=False)
         log_Q = sampling.processed(None, torch.tensor([draft_logits]), is_draft=True).expand(5000, 4)
         tokens = sampling.method.propose(log_Q, k, rand)
@@ -365,8 +361,8 @@ def test_a_processor_gets_each_nodes_own_text_and_none_that_has_ended_but_a_prom
     assert scores[:, 0].tolist() == [5 + 9, 5 + 9 + 2, 0, 0, 5 + 9 + 2 + 3, 0]
 
 # --- 7  The tree in a model's cache, and 8  The step on a device --------------------------------------------
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SMALL |= dict(max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 GQA = dict(SMALL, num_key_value_heads=2)
 HEAD = dict(GQA, head_dim=8)
 WINDOW = dict(GQA, sliding_window=12)
@@ -376,19 +372,18 @@ YARN = dict(rope_type="yarn", factor=2.0, rope_theta=1e4, original_max_position_
 ROBERTA = dict(SMALL, is_decoder=True)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 # By the name of a model_type, which words may follow.
-ARCHITECTURES = dict(llama=GQA, qwen2=GQA, qwen3=HEAD, phi3=WINDOW, mistral=WINDOW, gpt_neox=SMALL,
-                     falcon=SMALL, gemma2=GEMMA, gemma3_text=TWO_KINDS, roberta=ROBERTA)
+ARCHITECTURES = dict(llama=GQA, qwen2=GQA, qwen3=HEAD, phi3=WINDOW, mistral=WINDOW, gpt_neox=SMALL)
+ARCHITECTURES |= dict(falcon=SMALL, gemma2=GEMMA, gemma3_text=TWO_KINDS, roberta=ROBERTA)
 ARCHITECTURES["roberta without padding"] = dict(ROBERTA, pad_token_id=None)
 ARCHITECTURES["gpt2"] = dict(SMALL, max_position_embeddings=256)
 ARCHITECTURES["opt"] = dict(SMALL, ffn_dim=48, word_embed_proj_dim=32)
 ARCHITECTURES["mixtral"] = dict(WINDOW, **EXPERTS)
 ARCHITECTURES["qwen2 with a window"] = dict(WINDOW, use_sliding_window=True, max_window_layers=1)
 ARCHITECTURES["gpt_oss"] = dict(TWO_KINDS, rope_parameters=YARN, **EXPERTS)
-ARCHITECTURES["deepseek_v3"] = dict(
-    SMALL, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
-    num_key_value_heads=4, moe_intermediate_size=16, first_k_dense_replace=2)
-ARCHITECTURES["gemma4_text"] = dict(
-    TWO_KINDS, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+ARCHITECTURES["deepseek_v3"] = dict(SMALL, num_key_value_heads=4, first_k_dense_replace=2, **LATENT)
+LAYER_INPUT = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
+ARCHITECTURES["gemma4_text"] = dict(TWO_KINDS, global_head_dim=16, **LAYER_INPUT)
 
 # One of each kind of attention, position and entry: these go through the tests of single steps.
 STEPPED = ("llama", "gpt2", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "gemma4_text")
@@ -434,7 +429,8 @@ def test_tree_attention_equals_one_path_at_a_time(name):
     for node, row in zip(nodes.tolist(), logits):
         path = tokens[ABREAST.paths[node]] if node < 13 else tokens[:0]
         alone = torch.cat([text[:-1], path])
-        torch.testing.assert_close(row, model(alone[None]).logits[0, -1], atol=2e-3, rtol=1e-3)
+        expected = model(alone[None]).logits[0, -1]
+        torch.testing.assert_close(row, expected, atol=2e-3, rtol=1e-3)
 
 class EmulatedGraph(TorchDispatchMode):
     """A CUDA graph on a CPU. While it is captured, operators are noted with the memory they use, and what
@@ -497,9 +493,8 @@ def scores_by(model, sampling, is_draft):
 
 @torch.inference_mode()
 def assert_steps_as_plainly(models, text, sampling, form, seed):
-    """A text's steps add the tokens of the plain step, and leave both caches as fresh ones: the target's with
-    all but the next root, the draft's also without the token before it, which it may not have been fed. Where
-    nothing is drawn, the children of all nodes are the draft's own choices after the node's path."""
+    """A text's steps add the plain step's tokens, and leave both caches as fresh ones, which lack the next
+    root, and the draft's also previous. Without noise all children are the draft's choices after a path."""
     target, draft = models
     generator, again = seeded(seed), seeded(seed)
     p = scores_by(target.model, sampling, is_draft=False)
@@ -510,10 +505,9 @@ def assert_steps_as_plainly(models, text, sampling, form, seed):
         model.prefill(text[:-1])
     for tree in (LATE, EARLY, chain(4), BUSHY, ABREAST):
         run = TreeStep(tree, models, generator, static)
-        for number in range(2):
+        for _ in range(2):
             with form_of(form):
                 step = run(text, sampling)
-            assert (step.seconds is None) == (static and not number)
             expected = step_plainly(p, q, text, tree, again)
             assert step.tokens == expected.tolist()
             if sampling.method is sequoia.GREEDY:
@@ -529,8 +523,9 @@ def assert_steps_as_plainly(models, text, sampling, form, seed):
                 torch.testing.assert_close(found, fresh, atol=1e-5, rtol=1e-5)
         assert isinstance(run.graph, EmulatedGraph) == (static and form == "captured")
 
-SHAPED = [[Temperature(0.7)], [Temperature(1.5), TopPLogitsWarper(0.8)], [TopKLogitsWarper(5)],
-          [MinPLogitsWarper(0.1)], [transformers.RepetitionPenaltyLogitsProcessor(1.5)]]
+repetition = transformers.RepetitionPenaltyLogitsProcessor(1.5)
+SHAPED = [[Temperature(0.7)], [Temperature(1.5), TopPLogitsWarper(0.8)], [TopKLogitsWarper(5)]]
+SHAPED += [[MinPLogitsWarper(0.1)], [repetition]]
 
 @pytest.mark.parametrize("name", some_quick(STEPPED, "gemma4_text"))
 @pytest.mark.parametrize("form", ["host", "static", "captured"])
@@ -544,15 +539,13 @@ def test_a_step_adds_what_the_plain_step_adds_and_leaves_caches_as_a_fresh_pass_
     for seed, given in enumerate(itertools.product(methods, shaped)):
         assert_steps_as_plainly(models, text_of(20 - seed), Sampling(*given), form, seed)
 
-# A model is a table for each level, (V**level, V): its distributions after every path of that length, whose
-# tokens, read as digits of base V, give the row.
+# A model is a table for each level, (V**level, V); a path's tokens, as digits of base V, give the row.
 def row_of(tables, path):
     V = tables[0].shape[1]
     return tables[len(path)].view([V] * (len(path) + 1))[tuple(path)]
 
 def continued(start, tables):
-    """The distribution of texts of len(tables) tokens that begin with `start` and then go on by these tables,
-    (V**levels,)."""
+    """The distribution, (V**levels,), of texts that begin with `start` and then go on by these tables."""
     chances = torch.ones(1, dtype=torch.float64)
     for level, P in enumerate(tables):
         following = torch.eye(P.shape[1])[start[level]] if level < len(start) else P
@@ -659,15 +652,14 @@ def test_acceptance_rates_count_children_that_were_not_missing_and_are_made_to_f
 PAPER_RATES = np.array([[0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]])
 RATES = np.array([[0.65, 0.12, 0.05, 0.03, 0.02], [0.6, 0.1, 0.05, 0.03, 0.02]])
 # t(n), c, acceptance rates, steps, and the least part of the best tree's pace.
-MACHINES = {"flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600, 0.97),
-    "flat": (lambda n: 1.0, 0.5, RATES, 400, 0.97),
-    "linear": (lambda n: 0.98 + 0.02 * n, 0.02, RATES, 200, 0.97),
-    "kinked": (lambda n: max(1.0, n / 48), 0.1, RATES, 200, 0.95),
-    "no tree pays": (lambda n: float(n), 1.0, RATES, 200, 1)}
+MACHINES = {"flat to 800": (lambda n: max(1.0, n / 800), 0.002, PAPER_RATES, 600, 0.97)}
+MACHINES["flat"] = (lambda n: 1.0), 0.5, RATES, 400, 0.97
+MACHINES["linear"] = (lambda n: 0.98 + 0.02 * n), 0.02, RATES, 200, 0.97
+MACHINES["kinked"] = (lambda n: max(1.0, n / 48)), 0.1, RATES, 200, 0.95
+MACHINES["no tree pays"] = float, 1.0, RATES, 200, 1
 
 def best_pace(t, c, rates, size):
-    """The most tokens per second, of all trees of up to `size` nodes on up to 24 levels. As chances fall from
-    parent to child and from sibling to sibling, the likeliest nodes always form a tree."""
+    """Of all trees of up to `size` nodes and 24 levels. The likeliest nodes always form a tree, the best."""
     paces = []
     chances = level_chances = np.ones(1)
     for level in range(24):
@@ -725,15 +717,13 @@ def simulated(name, is_noisy=False, seed=0):
     all_steps(planner, steps, seconds, accepted)
     return planner
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees(name):
-    *machine, steps, least = MACHINES[name]
-    t, c, _ = machine
-    planner = simulated(name)
-    assert pace(planner.tree, *machine) >= least * best_pace(*machine, 1024)
-    sizes, times, draft_seconds = planner.latency()
-    assert draft_seconds == approx(c, rel=0.01)
-    assert times == approx([t(size) for size in sizes], rel=0.01)
+def test_a_planner_knows_the_machine_and_finds_the_best_of_all_trees():
+    for name, (t, c, rates, _, least) in MACHINES.items():
+        planner = simulated(name)
+        assert pace(planner.tree, t, c, rates) >= least * best_pace(t, c, rates, 1024)
+        sizes, times, draft_seconds = planner.latency()
+        assert draft_seconds == approx(c, rel=0.01)
+        assert times == approx([t(size) for size in sizes], rel=0.01)
 
 @pytest.mark.parametrize("name", some_quick(["flat", "linear", "kinked"], "linear"))
 def test_planners_on_a_noisy_machine_mostly_come_near(name):
@@ -811,7 +801,7 @@ def test_sequences_are_timed_only_where_enough_tokens_are_left_to_gain_their_tim
             planner.seconds[tree] += 3 * [1.0]
         planner.steps = begun - 1
         assert planner.next_tree(76, cost) == first
-        planner.learn(Step(straight, [0] * 8, [], 0, None))     # without a time it was no trial
+        planner.steps += 1
         assert planner.next_tree(76, cost) == straight
 
 @quick
@@ -826,8 +816,8 @@ def test_sequences_tell_a_draft_pass_which_takes_no_less_than_nothing_and_the_le
     assert t == pytest.approx([3.0, 7.0 - 2 * c, straight - 7 * c], abs=1e-6)
     assert found == pytest.approx(c, abs=1e-6)
 
-falling = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6).map(
-    lambda rates: np.array(sorted(rates, reverse=True)))
+any_rates = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6)
+falling = any_rates.map(lambda rates: np.array(sorted(rates, reverse=True)))
 
 @quick
 @given(falling, st.integers(1, 60), st.integers(1, 8))
@@ -951,7 +941,6 @@ def test_a_drafts_vocabulary_and_context_do_not_change_the_text():
 
 @quick
 def test_a_text_is_never_longer_than_asked_for(llama):
-    """Although whole paths are accepted, also in the last step."""
     for tree, count in itertools.product(("auto", "16x5", chain(6)), (1, 2, 3, 4, 7, 12)):
         decoder = Decoder(llama[0], llama[0], tree)
         steps = assert_as_generate(decoder, prompt_of(10), max_new_tokens=count)
@@ -1206,7 +1195,6 @@ def forgets_far_slots(given):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", [counts_on, numbers_from_2, sees_siblings, forgets_far_slots])
 def test_the_probe_refuses_a_model_that_masks_or_counts_in_its_own_way(way, dtype):
-    """Also as a draft, which could not hurt the text, but would be useless."""
     target, draft = make_pair("llama")
     prepare = draft.to(dtype).prepare_inputs_for_generation
     draft.prepare_inputs_for_generation = lambda *ids, **rest: dict(prepare(*ids, **rest), position_ids=None)
@@ -1260,6 +1248,7 @@ def test_on_a_gpu_a_larger_tree_comes_first_and_another_must_be_worth_its_graph(
     assert planner.next_tree(tokens_left=76, trial_cost=4) == planner.tree
     first = shaped.tree
     shaped.seconds[first] += [1.0]
+    shaped.acceptance = mock.Mock(rates=lambda: np.array([0.99, 0.01]))
     for gain, stays in ((1.04, True), (1.06, False)):
         with mock.patch.object(sequoia, "expected_tokens", lambda tree, rates: 1 if tree == first else gain):
             shaped.plan_again()
@@ -1284,7 +1273,6 @@ def test_after_a_capture_that_cuda_broke_off_numbers_are_drawn_and_graphs_captur
 
 @quick
 def test_no_node_stands_behind_a_contexts_end():
-    """But some may stand behind the text's."""
     short, long = make_pair("gpt2")[0], make_pair("llama")[0]
     for length, draft, last in ((20, short, chain(6)), (246, short, NO_TREE), (246, long, NO_TREE)):
         decoder = Captured(short, draft, chain(6))
@@ -1303,7 +1291,7 @@ def test_a_report_adds_up_and_steps_are_timed_without_what_feeds_the_prompt():
     decoder = Decoder(target, draft, chain(3))
     with mock.patch.object(sequoia.time, "perf_counter", lambda: passes[target] + 0.1 * passes[draft]):
         first, *others = steps = assert_as_generate(decoder, prompt_of(12), max_new_tokens=90)
-    assert (first.seconds, first.tree) == (None, NO_TREE)
+    assert (first.seconds, first.tree) == (0.0, NO_TREE)
     seconds = 1.1                       # the prompt's passes
     for step in others:
         assert step.seconds == pytest.approx(0.9 + 0.1 * step.tree.depth)
@@ -1542,7 +1530,7 @@ BAD_REQUESTS = {
     "--top-k=-4": "top_k", "--tree=16x0": "tree must be .*16x0", "--tree=16x1": "too large",
     "--tree=1024x2": "too large", f"--draft={ROOT / 'tiny' / 'draft'}": "give the target's --draft",
     "--tree=banana": "tree must be .*banana", "--tree=0x2": "tree must be .*0x2", "--device=fast": "fast",
-    "--tree=1025x7": "of up to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
+    "--tree=1025x7": "1 to 1024 nodes", "--dtype=int7": "int7", "--chat": "chat.template",
     "--explain --top-k=5": "all tokens", "--explain --method=topk": "Algorithm 2.* --method",
     "--explain --temperature=0": "Algorithm 2.* above 0", "--target=/no/such": "/no/such",
     "--target=FOLDER/more layers": "18 weights missing or of other shapes: .*layers.[23]",
@@ -1646,7 +1634,6 @@ def test_readmes_numbers_are_those_that_the_bench_wrote_down_and_a_changed_digit
         changed = text.replace(f"{name}{shown}<!---->", f"{name}{other}<!---->")
         assert bench.with_numbers(changed, numbers) == text != changed
 
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="a copy without its README")
 def test_the_readmes_examples_run_in_order_and_print_what_is_shown(monkeypatch, capsys, tmp_path):
     """Among files as a clone has them. A plain block right behind an example is what it prints."""
     monkeypatch.chdir(tmp_path)
