@@ -1027,7 +1027,7 @@ def tree_shape(tree):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < nodes <= MAX_NODES and levels > 0:
             return nodes, levels
-    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS, 1 to {MAX_NODES} nodes; got {tree!r}")
+    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS of up to {MAX_NODES} nodes: {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """What a Decoder's last call came to: tokens written; steps, the first of which is the prompt's pass; the
@@ -1074,8 +1074,7 @@ class Decoder:
                           f"the target's {self.target.vocabulary, self.target.context}, so others are not "
                           f"guessed, and longer texts go on without a tree")
         # A pass of several ranks, or with weights on the host, needs the host.
-        can_capture = not target.tp_size and all(weight.is_cuda for weight in target.parameters())
-        self.cuda_graph = cuda_graph and can_capture
+        self.cuda_graph = cuda_graph and not target.tp_size and all(p.is_cuda for p in target.parameters())
         # Graphs share memory and a stream, as they never run at once. (torch's own stream is on one device.)
         memory = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(target.device)) if self.cuda_graph else ()
         # Steps are kept for their graphs. A graph is valid for one tree, capacity and way of sampling (key).
@@ -1111,8 +1110,8 @@ class Decoder:
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
         given = check_call(self.target, input_ids, generation_config, arguments)
-        sampling = Sampling(self.method if generation_config.do_sample else GREEDY, logits_processor,
-                            generation_config.eos_token_id)
+        method = self.method if generation_config.do_sample else GREEDY
+        sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
         planner = self.planners[sampling.key]
         steps_before = planner.steps
         text = input_ids[0].to(model.device, torch.long)
@@ -1238,12 +1237,12 @@ def probe(cached):
     place = layout.place(base, base + tree.size)
     passes = layout.nodes.split([1, tree.size - 1])         # because a pass may treat one node differently
     again = torch.cat([cached.node_logits(tokens, nodes, place) for nodes in passes])[path]
+    coarse = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16
+    rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, model.dtype))
     # Scores far below the best say nothing. (Some models give such to ids that pad the vocabulary.)
     again, logits = (never_ruled_out(each.float(), -100) for each in (again, logits))
     # The mean of the nodes, because rounding may send a token to another expert.
     difference = ((again - logits).std(dim=1) / logits.std(dim=1)).mean()
-    coarse = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16
-    rounding = max(torch.finfo(dtype).eps for dtype in (coarse, logits.dtype, model.dtype))
     # Allowed: 5.3% in bfloat16, 1.9% in float16, 0.02% in float32, and in float64, as angles may be float32.
     # Of 236 small models the right ones had up to 0.54, 0.12 and 0.0001%, and the wrong ones more than 7%,
     # except two that hardly look at positions.
@@ -1326,8 +1325,7 @@ def pack(model):
     example = pad(cached.store, (0, 0, 0, 8)), text, layout.nodes, *layout.place(4, 4 + layout.tree.size)
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         trace = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False))
-        # (It would optimize itself again for each new shape.)
-        model._sequoia_pass = torch.jit.optimized_execution(False)(trace.forward)
+        model._sequoia_pass = torch.jit.optimized_execution(False)(trace.forward)  # or it compiles each shape
         probe(cached)       # raises if the trace is wrong for others, or lost its writes to the cache
         return model
     vars(model).pop("_sequoia_pass", None)

@@ -1174,13 +1174,13 @@ def test_an_argument_that_changes_nothing_in_the_prompts_pass_is_passed_over_and
     with pytest.raises(ValueError, match="mm_token_type_ids, which changes the text"):
         decoder.generate(prompt_of(10), mm_token_type_ids=types + 1)
 
-def test_a_target_may_score_fewer_tokens_than_it_embeds_and_autocast_may_narrow_its_entries(llama):
+def test_a_target_may_score_fewer_tokens_than_it_embeds_and_autocast_may_narrow_its_entries():
     target, draft = make_pair("llama")
     target.lm_head = torch.nn.Linear(32, 60, bias=False)
     assert_as_generate(Decoder(target, draft, (9, 4)), prompt_of(10, 60), max_new_tokens=12)
     for do_sample in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
-            decoder = Decoder(*llama, (9, 4))
+            decoder = Decoder(*make_pair("llama"), (9, 4))
             assert decoder.generate(prompt_of(10), do_sample=do_sample, max_new_tokens=12).shape == (1, 22)
     assert_as_generate(decoder, prompt_of(10), max_new_tokens=12)           # in its own precision again
 
