@@ -968,7 +968,7 @@ def tree_shape(tree):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < nodes <= MAX_NODES and levels > 0:
             return nodes, levels
-    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS, 1 to {MAX_NODES} nodes; got {tree!r}")
+    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS of up to {MAX_NODES} nodes: {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """A Decoder's last call: new tokens; steps, first the prompt's pass; seconds; and the planner's tree."""
@@ -1357,7 +1357,8 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
         raise ValueError("the prompt has no tokens")
     # Ranks share the target. It comes before the draft, because loading it makes a rank's own GPU its "cuda".
     load_as = partial(load, dtype=dtype, trust_remote_code=trust_remote_code)
-    target = load_as(target, distributed_config={"tp_plan": "auto"})
+    ranks = {"tp_plan": "auto"} if torch.distributed.is_torchelastic_launched() else None
+    target = load_as(target, distributed_config=ranks)
     draft = None if tree == "none" else pack(load_as(draft).to(device))
     target = stream_layers(target, device) if offload else pack(target.to(device))
     inputs = inputs.to(target.device)

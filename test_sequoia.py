@@ -1008,13 +1008,13 @@ def test_both_ways_in_take_what_a_tokenizer_gives_and_what_says_nothing_and_retu
         sequoia.generate(target, encoded, assistant_model=draft, **options)
     assert made.call_args.args == (target, draft, *options.values())
 
-def test_a_target_may_score_fewer_tokens_than_it_embeds_and_autocast_may_narrow_its_entries(llama):
+def test_a_target_may_score_fewer_tokens_than_it_embeds_and_autocast_may_narrow_its_entries():
     target, draft = make_pair("llama")
     target.lm_head = torch.nn.Linear(32, 60, bias=False)
     assert_as_generate(Decoder(target, draft, (9, 4)), prompt_of(10, 60), max_new_tokens=12)
     for do_sample in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
-            decoder = Decoder(*llama, (9, 4))
+            decoder = Decoder(*make_pair("llama"), (9, 4))
             assert decoder.generate(prompt_of(10), do_sample=do_sample, max_new_tokens=12).shape == (1, 22)
     assert_as_generate(decoder, prompt_of(10), max_new_tokens=12)           # in its own precision again
 
