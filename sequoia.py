@@ -1022,25 +1022,24 @@ class Decoder:
                                       TreeStep(tree, models, generator, static, memory))
 
     def generate(self, inputs=None, generation_config=None, *, tokenizer=None, assistant_tokenizer=None,
-                 stop_strings=None, stopping_criteria=(), **kwargs):
+                 stopping_criteria=(), **kwargs):
         """`target.generate` with its arguments. inputs: ids, (1, length), or all that a tokenizer returns."""
         kwargs = {**(inputs if hasattr(inputs, "keys") else {"input_ids": inputs}), **kwargs}
         ids = kwargs.get("input_ids")
         if not (torch.is_tensor(ids) and ids.ndim == 2 and ids.numel()):
             raise ValueError(f"inputs must be the ids of one text, a tensor (1, length), got {ids!r:.50}")
         model = self.target.model
-        stop_strings = (stop_strings or getattr(generation_config, "stop_strings", None)
+        stop_strings = (kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
                         or model.generation_config.stop_strings)
         criteria = list(stopping_criteria or ())
         # `generate` hands no tokenizer or streamer on to a custom_generate, so they are used here.
         if stop_strings and tokenizer:
             criteria.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-            stop_strings = None                 # or `generate` would ask for the tokenizer, too
+            kwargs["stop_strings"] = None       # or `generate` would ask for the tokenizer, too
         if tokenizer and assistant_tokenizer:
             warn_of_other_tokens(tokenizer, assistant_tokenizer)
         kwargs["custom_generate"] = partial(self, streamer=kwargs.get("streamer"))
-        return model.generate(generation_config=generation_config, stopping_criteria=criteria,
-                              stop_strings=stop_strings, **kwargs)
+        return model.generate(generation_config=generation_config, stopping_criteria=criteria, **kwargs)
 
     # cuDNN, which torch 2.11 prefers on an H200, takes 100 ms and more for each new number of nodes.
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -1342,14 +1341,16 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     prompt.encode()
     if tree != "none" and draft == f"{TINY}/draft" and target != f"{TINY}/target":
         raise ValueError("give the target's --draft, too, or --tree none")
-    if explain and (method != "sequoia" or not temperature or top_p < 1 or top_k):
-        raise ValueError("--explain shows Algorithm 2: --method sequoia, a --temperature above 0, all tokens")
+    if explain and (compare or method != "sequoia" or not temperature or top_p < 1 or top_k):
+        raise ValueError("--explain needs --method sequoia, --temperature above 0, no --compare, --top-p, -k")
     tokens = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
     tokenizer = tokens(target)
     if tree != "none":
         warn_of_other_tokens(tokenizer, tokens(draft))
     inputs = tokenizer(prompt, return_tensors="pt")
     if chat:
+        if not tokenizer.chat_template:
+            raise ValueError("--chat: the target's tokenizer has no chat template")
         inputs = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
                                                add_generation_prompt=True, return_tensors="pt")
     length = inputs.input_ids.numel()
@@ -1369,7 +1370,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     decoder = Decoder(target, draft, tree, method)
     decoder.generate(inputs, config, streamer=transformers.TextStreamer(
         tokenizer, skip_prompt=chat, skip_special_tokens=chat))
-    lines = [decoder.report, *decoder.planners.values()]
+    lines = [decoder.report, *(decoder.planners.values() if draft else ())]
     if compare:
         begun = time.perf_counter()
         added = target.generate(**inputs, generation_config=config)[0, length:]
