@@ -322,9 +322,9 @@ def optimal_tree(acceptance_rates, size, depth=None):
     return Tree(parent for parent, _, _ in nodes)
 
 # --- 5  Many nodes at once ----------------------------------------------------------------------------------
-# From here on a row is a node: P, R and the draft's scores log_Q are (rows, V), tokens and u (rows, k). Where
-# a logits processor rules out all but a few tokens, a node gets fewer children than its tree has. The others
-# are *missing children*: their token is NONE, they come last, and they are never accepted.
+# From here on a row is a node: P, R and the draft's scores log_Q are (rows, V), tokens and u (rows, k). If a
+# node has fewer children than the widest of these rows, or none are left to propose, the others are *missing
+# children*: their token is NONE, they come last, and they are never accepted.
 
 def propose_different(log_Q, k, rand):
     """Draws k different children in each row. rand(rows, n): random numbers, (rows, n), or shared, (1, n)."""
@@ -596,9 +596,8 @@ class TreeCache(transformers.Cache):
 # --- 8  The step on a device --------------------------------------------------------------------------------
 # Must hold: from the same random numbers it adds what `step_plainly` adds, also as a CUDA graph.
 class Step(namedtuple("Step", "tree node_tokens path token seconds")):
-    """What one step did: its tree; the nodes' tokens, a list, (size,), where NONE is a missing child, below
-    which tokens mean nothing; path, the accepted nodes below the root, in order; the token after them; and
-    its seconds, which for a text's first step are without the prompt's pass."""
+    """What one step did: its tree; the nodes' tokens, a list, (size,), NONE for a missing child; path, the
+    accepted nodes below the root; the token after them; its seconds, in a first step without the prompt's."""
 
     @property
     def tokens(self):
