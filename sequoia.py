@@ -346,6 +346,8 @@ def verify_nodes(P, log_Q, tokens, u, replacement=False):
         accepted.append(exists & (u[:, rank, None] < R.gather(1, s) / D.gather(1, s)))
         R = (R - D).clamp(min=0) + 1e-20 * P    # so that P returns where rounding left nothing
         R = R / R.sum(dim=1, keepdim=True)
+        if len(P) == 1 and accepted[-1]:        # a single row need not try its other children
+            break
         if not replacement:
             log_Q = log_Q.scatter(1, s, TRIED)
     return first_accepted(torch.cat(accepted, dim=1)), R
@@ -712,8 +714,8 @@ class TreeStep:
             logits = pad(logits, (0, target.vocabulary - logits.shape[1]), value=RULED_OUT)
             scores = scores_of(logits, is_draft=True, nodes=parents)
             log_Q.index_copy_(0, parents, scores)
-            shared = lambda rows, n: self.rand(1, n)        # by a level's nodes, see `step_plainly`
-            self.tokens[proposed] = method.propose(scores, proposed.shape[1], shared)
+            # The nodes of a level share a row of random numbers, see `step_plainly`.
+            self.tokens[proposed] = method.propose(scores, proposed.shape[1], lambda rows, n: self.rand(1, n))
         return log_Q
 
     def capture(self, text, sampling):
@@ -786,8 +788,8 @@ def plan(rates, sizes, t, c):
         options.append((tokens_per_second.max(), n[tokens_per_second.argmax()], depth))
         # With one more level the nodes are the root and all of their children.
         chances = np.sort(np.append(1.0, np.outer(chances, rates)))[::-1][: sizes[-1]]
-    _, size, depth = max(options)
-    return likeliest_tree(rates, size, depth)
+    _, *best = max(options)
+    return likeliest_tree(rates, *best)
 
 class AcceptanceRates:
     """Counts how often a node had a first, second, ... child, and how often that was the accepted one."""
@@ -1047,8 +1049,8 @@ class Decoder:
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
         given = check_call(self.target, input_ids, generation_config, arguments)
-        method = self.method if generation_config.do_sample else GREEDY
-        sampling = Sampling(method, logits_processor, generation_config.eos_token_id)
+        sampling = Sampling(self.method if generation_config.do_sample else GREEDY, logits_processor,
+                            generation_config.eos_token_id)
         planner = self.planners[sampling.key]
         steps_before = planner.steps
         text = input_ids[0].to(model.device, torch.long)
@@ -1078,7 +1080,6 @@ class Decoder:
         """Yields the tokens after a text, (length,), one by one. The caller must stop at max_length, because
         the last step may go on behind it. given: arguments for the model's pass over the text."""
         target, draft = self.target, self.draft
-        context = target.context
         logits = target.prefill(text, **given)          # the first step, which needs no tree
         # A pass over a tree takes no such arguments, as token types, so they may change nothing.
         if given and not logits.equal(target.prefill(text)):
@@ -1089,13 +1090,13 @@ class Decoder:
             yield from step.tokens
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
-            left = min(max_length, context + 1) - len(text)
+            left = min(max_length, target.context + 1) - len(text)
             if left <= 0:
-                warnings.warn(f"the text ends early, as it fills the target's context of {context} tokens")
+                warnings.warn(f"the text ends early, at the target's context of {target.context} tokens")
                 return
             static = self.cuda_graph and not sampling.reads_text
             tree = planner.next_tree(left, CAPTURE_COST if static else 1)
-            if len(text) - 1 + tree.depth > min(context, draft.context):
+            if len(text) - 1 + tree.depth > min(target.context, draft.context):
                 tree = NO_TREE
             # Steps without a tree do not feed the draft, so before the next one with a tree it gets the text.
             if step.tree == NO_TREE and tree != NO_TREE:
