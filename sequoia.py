@@ -747,10 +747,10 @@ MAX_NODES = 1024                        # of a tree that is planned, or given by
 MAX_LEVELS = 24                         # of a tree from `plan`
 PRIOR = 0.6 / np.arange(1, 17) ** 2     # a guess for a decent draft: how often the k-th child is accepted
 PRIOR_WEIGHT = 1.5                      # each guess counts as so many accepted children
-# What "auto" times first: a tree, no tree, and sequences of the tree's size, whose draft passes tell c. On a
+# What "auto" times first: no tree, a tree, and sequences of the tree's size, whose draft passes tell c. On a
 # GPU 64 nodes take hardly longer than 8. (A chain of 63 would take 63 draft passes.)
-CPU_TRIALS = [optimal_tree(PRIOR, 8, 4), NO_TREE, chain(7)]
-GPU_TRIALS = [optimal_tree(PRIOR, 64, 6), NO_TREE, sequences(3, 21)]
+CPU_TRIALS = [NO_TREE, optimal_tree(PRIOR, 8, 4), chain(7)]
+GPU_TRIALS = [NO_TREE, optimal_tree(PRIOR, 64, 6), sequences(3, 21)]
 TIMINGS = 3                             # a tree's time is the least of so many
 # Trials lose time, which other tokens must gain back: those that are left, and one for each step so far.
 TOKENS_FOR_TRIALS = 60, 60, 260         # so many make each of them worth its time
@@ -816,10 +816,10 @@ class Planner:
     time that the number of steps has doubled, every tree's oldest time is dropped, so the trials are timed
     once more, and trees that are no longer used are forgotten. For example, with 8x4 for 8 nodes on 4 levels:
 
-        8x4 8x4 8x4  none none none  8x8 8x8 8x8     the trials; 8x8 is a chain
+        none none none  8x4 8x4 8x4  8x8 8x8 8x8     the trials; 8x8 is a chain
         12x4 12x4 12x4  18x4 18x4 18x4               two plans, which took longer than was hoped
         8x3 8x3 8x3 8x3 ...                          the third, which did not, so it stays
-        8x4  none  8x8  8x3 8x3 8x3 ...              the trials again, and a plan, here the same"""
+        none  8x4  8x8  8x3 8x3 8x3 ...              the trials again, and a plan, here the same"""
 
     def __init__(self, shape, on_gpu=False):
         self.shape = shape
@@ -827,11 +827,11 @@ class Planner:
         self.acceptance = AcceptanceRates()
         self.seconds = defaultdict(list)                # by tree: its times, the oldest first
         self.steps = 0
-        self.renewal = 16                               # the step at which times are dropped next
+        self.renewal = 24                               # the step at which times are dropped next
         self.trials = []
         if shape == "auto":
             self.trials = GPU_TRIALS if on_gpu else CPU_TRIALS
-            self.tree = self.trials[0]
+            self.tree = self.trials[1]
         else:
             self.tree = shape if isinstance(shape, Tree) else optimal_tree(PRIOR, *shape)
 
@@ -877,7 +877,7 @@ class Planner:
         least = {tree: min(seconds) for tree, seconds in self.seconds.items() if seconds}
         c = 0.0
         if self.trials and self.trials[-1] in least:
-            first, _, straight = self.trials        # both of one size, so only draft passes differ
+            _, first, straight = self.trials        # both of one size, so only draft passes differ
             c = max(1e-9, (least[straight] - least[first]) / (straight.depth - first.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in sorted(least, key=len)}
         return [*t], [*t.values()], c

@@ -748,11 +748,11 @@ def test_trials_and_new_plans_are_timed_three_times_and_old_times_are_dropped_at
     with mock.patch.multiple(sequoia, plan=lambda *args: plans[0], expected_tokens=promised):
         assert all_steps(planner, 12, seconds) == [tree for tree in (*trials, chain(6)) for _ in range(3)]
         del plans[0]
-        assert all_steps(planner, 4 + 3, seconds) == 4 * [chain(6)] + trials
+        assert all_steps(planner, 12 + 3, seconds) == 12 * [chain(6)] + trials
         assert planner.tree == chain(3)
-        assert all_steps(planner, 13 + 3, seconds) == 13 * [chain(3)] + trials
+        assert all_steps(planner, 21 + 3, seconds) == 21 * [chain(3)] + trials
     assert {max(planner.seconds[tree]) for tree in trials} == {1.0}
-    all_steps(planner, 128)
+    all_steps(planner, 256)
     assert not planner.seconds[chain(6)]
 
 @quick
@@ -780,7 +780,7 @@ def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_
         seconds = lambda tree: slow if tree == first else 1.0
         accepted = lambda tree: path[: tree.depth - 1]
         trees = all_steps(Planner("auto"), 12, seconds, accepted, tokens_left=70)
-        assert trees == 3 * [first] + 3 * [NO_TREE] + 6 * [plan]
+        assert trees == 3 * [NO_TREE] + 3 * [first] + 6 * [plan]
     short = all_steps(Planner("auto"), 35, tokens_left=26)
     assert short == 34 * [first] + [NO_TREE]
 
@@ -790,14 +790,14 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
     trees = all_steps(shaped, 100)
     assert {*all_steps(stays, 20)} == {LATE}
     assert trees[0] == optimal_tree(sequoia.PRIOR, 8, 4)
-    assert trees[0] != trees[16]
-    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {3, 6, 16, 32, 64}
+    assert trees[0] != trees[24]
+    assert {i for i in range(1, 100) if trees[i] != trees[i - 1]} <= {3, 6, 24, 48, 96}
 
 @quick
 def test_sequences_are_timed_only_where_enough_tokens_are_left_to_gain_their_time_back():
     for cost, begun in ((1, 184), (4, 964)):
         planner = Planner("auto")
-        first, _, straight = planner.trials
+        _, first, straight = planner.trials
         for tree in (first, NO_TREE):
             planner.seconds[tree] += 3 * [1.0]
         planner.steps = begun - 1
@@ -809,7 +809,7 @@ def test_sequences_are_timed_only_where_enough_tokens_are_left_to_gain_their_tim
 @pytest.mark.parametrize("straight, c", [(9.0, 1.0), (4.0, 0.0)])
 def test_sequences_tell_a_draft_pass_which_takes_no_less_than_nothing_and_the_least_time_counts(straight, c):
     planner = Planner("auto")
-    for tree, seconds in zip((*planner.trials, k_ary(2, 3)), (5.0, 3.0, straight, 7.0)):
+    for tree, seconds in zip((*planner.trials, k_ary(2, 3)), (3.0, 5.0, straight, 7.0)):
         planner.seconds[tree] += [20.0, seconds, 10.0]
     planner.seconds[chain(2)]                                   # all of its times have been dropped
     sizes, t, found = planner.latency()
@@ -1242,7 +1242,7 @@ def test_on_a_gpu_a_larger_tree_comes_first_and_another_must_be_worth_its_graph(
     with mock.patch.object(sequoia, "checked", lambda model: mock.Mock(model=model, vocabulary=1, context=1)):
         planner, shaped = [Decoder(gpu, gpu, tree).planners["some sampling"] for tree in ("auto", (8, 4))]
     assert (planner.tree.size, planner.tree.depth) == (64, 6)
-    assert planner.trials == [planner.tree, NO_TREE, sequences(3, 21)]
+    assert planner.trials == [NO_TREE, planner.tree, sequences(3, 21)]
     assert planner.next_tree(tokens_left=76, trial_cost=4) == planner.tree
     first = shaped.tree
     shaped.seconds[first] += [1.0]
