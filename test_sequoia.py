@@ -751,6 +751,7 @@ def test_trials_and_new_plans_are_timed_three_times_and_old_times_are_dropped_at
         assert all_steps(planner, 12 + 3, seconds) == 12 * [chain(6)] + trials
         assert planner.tree == chain(3)
         assert all_steps(planner, 21 + 3, seconds) == 21 * [chain(3)] + trials
+        assert all_steps(planner, 45, seconds) == 45 * [chain(3)]
     assert {max(planner.seconds[tree]) for tree in trials} == {1.0}
     all_steps(planner, 256)
     assert not planner.seconds[chain(6)]
