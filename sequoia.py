@@ -984,8 +984,8 @@ class Decoder:
 
     draft        a model of the same tokens; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
-                 fastest. It begins with 8 nodes (on a GPU 64), and tries steps without a tree in texts of 60
-                 tokens or more, and other trees in those of 260 (on a GPU 30 times as many).
+                 fastest, which begins with 8 nodes (on a GPU 64). But texts of 60 tokens or more begin with
+                 steps without a tree, and those of 260 also try others (on a GPU 30 times as many).
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
