@@ -160,6 +160,9 @@ def draw_by_column(rows, x, y, styles, scale="linear"):
         axis.set_xlabel(x)
     # All panels share it, so this has to wait until all are drawn.
     axes[0].set(ylabel=y, yscale=scale, ylim=(0 if scale == "linear" else None, None))
+    if scale == "log":
+        axes[0].minorticks_off()
+        axes[0].set_yticks([0.1, 0.2, 0.4, 0.8], ["0.1", "0.2", "0.4", "0.8"])
     return fig
 
 # --- 3  Pairs of models, texts and requests -----------------------------------------------------------------
@@ -493,7 +496,7 @@ def draw_speed(best):
     fig, axes = panels(4.2, [named(temperature) for temperature in best], sharex=True, sharey=True)
     names = [*reversed(max(best.values(), key=len))][:-1]               # all but generate, from the bottom
     labels = {"sequences": "SpecInfer's sequences, packed", "no tree": "no tree, packed",
-              "topk": "topk, packed", "sequoia": "sequoia, packed"}
+              "topk": "topk, packed\n(greedy: as sequoia)", "sequoia": "sequoia, packed"}
     for axis, runs in zip(axes, best.values()):
         for line, name in enumerate(names):
             if name in runs:
@@ -800,7 +803,7 @@ def draw_step(step, tried, words):
 # --- 13  The command line -----------------------------------------------------------------------------------
 # Prompts, new tokens of each, temperatures.
 DEFAULTS = {
-    "step": (40, 64, [0.6]), "speed": (36, 128, [0.0, 0.6]), "speed --synthetic": (2, 64, [0.0]),
+    "step": (40, 64, [0.6]), "speed": (32, 128, [0.0, 0.6]), "speed --synthetic": (2, 64, [0.0]),
     "offload": (2, 32, [0.0]), "planner": (24, 64, [0.0, 0.6]), "acceptance": (60, 0, [0.2, 0.6, 1.0]),
     "scaling": (14, 32, [0.2, 0.6, 1.0]), "robustness": (20, 48, [0.2, 0.4, 0.6, 0.8, 1.0])}
 COMMANDS = {one.__name__: one for one in (trees, predict, step, speed, planner, acceptance, scaling,

@@ -49,7 +49,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 __all__ = """Decoder METHODS NONE NO_TREE Planner Step Tree chain expected_tokens generate k_ary offload
              optimal_tree pack plan sample_and_verify sequences step_plainly verify_one_node""".split()
@@ -94,7 +93,7 @@ class Tree(tuple):
 
     def picture(self, labels):
         """A line for each node, below its parent's line and indented. labels: (size,)."""
-        return "\n".join("    " * (len(path) - 1) + str(label)
+        return "\n".join("    " * (len(path) - 1) + f"{label}"
                          for path, label in sorted(zip(self.paths, labels)))
 
     def __str__(self):
@@ -308,8 +307,8 @@ def optimal_tree(acceptance_rates, size, depth=None):
             later = best
         below = later
     if below[-1] == -np.inf:
-        most = np.isfinite(below).sum()
-        raise ValueError(f"size={size} is too large: with these rates and levels the largest has {most}")
+        raise ValueError(f"size={size} is too large: with these rates and levels the largest has "
+                         f"{np.isfinite(below).sum()}")
     # Each node's parent, its level, and how many nodes are below it. The list grows while it is read.
     nodes = [(NONE, 0, size - 1)]
     for node, (_, level, remaining) in enumerate(nodes):
@@ -376,8 +375,8 @@ class Method(namedtuple("Method", "propose verify choose", defaults=[None])):
 # like. They shape the draft, too, because a draft shaped like the target is accepted more often. But a token
 # that a truncating one cuts from the draft is only lowered, because the target may keep it. Processors that
 # might look at the text need a call for each node, which is slow, and cannot be captured.
-TRUNCATING = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-TEXT_BLIND = (TemperatureLogitsWarper, *TRUNCATING)
+TRUNCATING = transformers.TopKLogitsWarper, transformers.TopPLogitsWarper, transformers.MinPLogitsWarper
+TEXT_BLIND = transformers.TemperatureLogitsWarper, *TRUNCATING
 
 class Sampling:
     """A method, and the logits processors that shape both models' scores. Each is a function of ids,
@@ -967,9 +966,9 @@ def tree_shape(tree):
         return Tree(tree)
     with suppress(TypeError, ValueError):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
-        if 0 < nodes <= MAX_NODES and levels > 0:
+        if 0 < levels <= nodes <= MAX_NODES:
             return nodes, levels
-    raise ValueError(f"tree must be a Tree, auto, none or NODESxLEVELS of up to {MAX_NODES} nodes: {tree!r}")
+    raise ValueError(f"not a Tree, auto, none or NODESxLEVELS, {MAX_NODES} >= nodes >= levels: {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """A Decoder's last call: new tokens; steps, first the prompt's pass; seconds; and the planner's tree."""
@@ -998,12 +997,10 @@ class Decoder:
     def __init__(self, target, draft=None, tree="auto", method="sequoia", generator=None, on_step=None,
                  cuda_graph=True):
         shape = tree_shape(tree)
-        if draft is None and shape != NO_TREE:
-            raise ValueError("no draft: pass assistant_model=draft (to Decoder: draft=draft) or tree='none'")
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        refuse({f"method must be one of {', '.join(METHODS)}, got {method!r}": method not in METHODS,
+                "no draft: pass assistant_model=draft or tree='none'": draft is None and shape != NO_TREE})
         self.method = METHODS[method]
-        self.on_step = on_step or (lambda step: None)
+        self.on_step = on_step
         draft = draft or target                 # because without a tree nothing is drafted
         models = checked(target), checked(draft)
         self.target, self.draft = models
@@ -1086,7 +1083,8 @@ class Decoder:
             raise ValueError(f"not supported: {', '.join(given)}, which changes the text")
         step = self.step_for(NO_TREE, False, 0, None)(text, sampling, logits)
         while True:
-            self.on_step(step)
+            if self.on_step:
+                self.on_step(step)
             yield from step.tokens
             text = torch.cat([text, text.new_tensor(step.tokens)])
             # The last token need not be fed, so a text may be longer by one than the context.
@@ -1107,8 +1105,7 @@ class Decoder:
             draft.reserve(capacity)
             run = self.step_for(tree, static, capacity, sampling.key)
             step = run(text, sampling)
-            if run.static != static:            # its capture failed, which was the last attempt
-                self.cuda_graph = False
+            self.cuda_graph &= run.static == static     # if its capture failed, that was the last attempt
             planner.learn(step)
 
 def generate(model, inputs=None, generation_config=None, *, assistant_model=None, tree="auto",
@@ -1122,6 +1119,12 @@ def generate(model, inputs=None, generation_config=None, *, assistant_model=None
         inputs, generation_config, **kwargs)
 
 # --- 12  What is refused ------------------------------------------------------------------------------------
+def refuse(reasons, words=""):
+    """Raises ValueError, with these words before it, for the first of the reasons that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(words + reason)
+
 def checked(model):
     """A model's CachedModel. Raises ValueError if it cannot be fed trees."""
     name = type(model).__name__
@@ -1141,15 +1144,13 @@ def checked(model):
         f"{model.tp_size} ranks cannot share its KV heads evenly":
             getattr(config, "num_key_value_heads", 0) % (model.tp_size or 1),
         "load it with attn_implementation='sdpa'": attention not in ("eager", "sdpa")}
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"{name} cannot verify a tree: {reason}")
+    refuse(reasons, f"{name} cannot verify a tree: ")
     cached = CachedModel(model)
     if getattr(model, "_sequoia_probed", None) != attention:    # because it takes three passes, only once
         try:
             probe(cached)
         except Exception as error:              # of any kind, where a model masks or caches in its own way
-            raise ValueError(f"{name} cannot verify a tree: {error}") from error
+            raise ValueError(f"{name} cannot verify a tree: {error}")
         model._sequoia_probed = attention
     return cached
 
@@ -1211,9 +1212,7 @@ def check_call(target, ids, config, arguments):
     for name, usual in (("attention_mask", torch.ones(length)), ("position_ids", torch.arange(length))):
         value = given.pop(name, usual).to(usual)
         reasons[f"this {name}"] = value.shape[-1] != length or (value != usual).any()
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"not supported: {reason}")
+    refuse(reasons, "not supported: ")
     return given
 
 # --- 13  Faster passes on a CPU, and models larger than a GPU -----------------------------------------------
@@ -1308,49 +1307,50 @@ def load(name, **how):
     return model
 
 def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROMPT, chat=False,
-                  max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=7, method="sequoia",
+                  max_new_tokens=96, temperature=0.6, top_p=1.0, top_k=0, seed=0, method="sequoia",
                   tree="auto", device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
                   trust_remote_code=False, debug=False):
     """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
+    In brackets: what an option is if it is not given.
 
     python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt "Once upon a time"
 
-    target, draft       folders or hub names of two models with the same tokens
-    prompt              the text to continue
+    target, draft       folders or hub names of two models with the same tokens (the bundled pair)
+    prompt              the text to continue (a short program)
     chat                put the prompt through the chat template, and print the answer alone
-    max-new-tokens      how many tokens to add
-    temperature         0 is greedy, 1 the model's own
-    top-p, top-k        keep the likeliest tokens of this probability together; keep this many, 0 is all
-    seed                repeats a text with a fixed --tree; auto goes by timing
-    method              how children are drawn and verified: sequoia, specinfer, spectr, naive or topk
-    tree                auto, the fastest; none; or NODESxLEVELS, as 16x5
-    device, dtype       as cuda:1 or cpu; float32, bfloat16 or float16
+    max-new-tokens      how many tokens to add (96)
+    temperature         0 is greedy, 1 the model's own (0.6)
+    top-p, top-k        keep the likeliest tokens of this probability together (1.0); keep this many (0: all)
+    seed                repeats a text with a fixed --tree; auto goes by timing (0)
+    method              how children are drawn and verified: specinfer, spectr, naive, topk or (sequoia)
+    tree                none; NODESxLEVELS, as 16x5; or the fastest (auto)
+    device, dtype       as cpu or cuda:1 (a GPU, if any); float32, float16 or bfloat16 (if possible bfloat16)
     offload             stream the target's layers from host memory
     compare             also time `generate` with the same target (on a CPU packed, too), once
     explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
     trust-remote-code   run code that comes with the models
     debug               show an error's traceback"""
     first_tree = Planner(tree_shape(tree)).tree         # these lines raise for what cannot be used
+    refuse({"--temperature and --top-k must be at least 0": not temperature >= 0 or top_k < 0,
+            "--top-p must be above 0 and at most 1": not 0 < top_p <= 1,
+            f"--method must be one of {', '.join(METHODS)}": method not in METHODS,
+            "--dtype must be float32, bfloat16 or float16": dtype not in ("float32", "bfloat16", "float16"),
+            "give the target's --draft, too, or --tree none": tree != "none"
+                and draft == f"{TINY}/draft" and not target.endswith("tiny/target"),
+            "--explain needs --method sequoia, --temperature above 0, no --compare, --top-p, -k": explain
+                and (compare or method != "sequoia" or not temperature or top_p < 1 or top_k)})
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=temperature > 0,
                                            temperature=temperature, top_p=top_p, top_k=top_k)
-    TemperatureLogitsWarper(temperature or 1.0)
-    TopPLogitsWarper(top_p)
-    TopKLogitsWarper(top_k or 1)
     torch.empty(0, device=device)
     torch.manual_seed(seed)
     prompt.encode()
-    if tree != "none" and draft == f"{TINY}/draft" and target != f"{TINY}/target":
-        raise ValueError("give the target's --draft, too, or --tree none")
-    if explain and (compare or method != "sequoia" or not temperature or top_p < 1 or top_k):
-        raise ValueError("--explain needs --method sequoia, --temperature above 0, no --compare, --top-p, -k")
     tokens = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
     tokenizer = tokens(target)
     if tree != "none":
         warn_of_other_tokens(tokenizer, tokens(draft))
     inputs = tokenizer(prompt, return_tensors="pt")
+    refuse({"--chat: the target's tokenizer has no chat template": chat and not tokenizer.chat_template})
     if chat:
-        if not tokenizer.chat_template:
-            raise ValueError("--chat: the target's tokenizer has no chat template")
         inputs = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
                                                add_generation_prompt=True, return_tensors="pt")
     length = inputs.input_ids.numel()
@@ -1374,7 +1374,9 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     if compare:
         begun = time.perf_counter()
         added = target.generate(**inputs, generation_config=config)[0, length:]
-        lines.append(f"generate alone: {len(added) / (time.perf_counter() - begun):.1f} tokens per second")
+        took = time.perf_counter() - begun
+        lines.append(f"generate alone: {len(added) / took:.1f} tokens per second; the speed above is "
+                     f"{decoder.report.tokens * took / decoder.report.seconds / len(added):.2f} times that")
     if sys.stdout:
         print("", *lines, sep="\n", file=sys.stderr)
 
@@ -1398,10 +1400,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=decode_prompt.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in decode_prompt.__kwdefaults__.items():
-        kwargs = {"type": type(default), "default": default, "choices": METHODS if name == "method" else None}
-        if default is False:
-            kwargs = {"action": "store_true"}
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"default: {default}", **kwargs)
+        how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, **how)
     options = parser.parse_args(argv)
     try:
         decode_prompt(**vars(options))
