@@ -968,7 +968,7 @@ def tree_shape(tree):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < levels <= nodes <= MAX_NODES:
             return nodes, levels
-    raise ValueError(f"not a Tree, auto, none or NODESxLEVELS, {MAX_NODES} >= nodes >= levels: {tree!r}")
+    raise ValueError(f"not auto, none, Tree or, as 16x5, up to {MAX_NODES} nodes on no more levels: {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """A Decoder's last call: new tokens; steps, first the prompt's pass; seconds; and the planner's tree."""
@@ -1045,7 +1045,6 @@ class Decoder:
                  streamer=None, **arguments):
         """What `generate` calls: ids, (1, length) -> (1, longer)."""
         begun = time.perf_counter()
-        given = check_call(self.target, input_ids, generation_config, arguments)
         sampling = Sampling(self.method if generation_config.do_sample else GREEDY, logits_processor,
                             generation_config.eos_token_id)
         planner = self.planners[sampling.key]
@@ -1053,6 +1052,7 @@ class Decoder:
         text = input_ids[0].to(model.device, torch.long)
         ids = input_ids.long().cpu()        # because after every token a criterion's answer is waited for
         try:
+            given = check_call(self.target, input_ids, generation_config, arguments)
             for token in self.tokens_after(text, sampling, planner, generation_config.max_length, **given):
                 if token == NONE:
                     raise ValueError("the target's logits are NaN, or the processors ruled out every token")
@@ -1311,33 +1311,33 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
                   tree="auto", device=DEVICE, dtype=DTYPE, offload=False, compare=False, explain=False,
                   trust_remote_code=False, debug=False):
     """Continues a text: a small draft guesses a tree of tokens, the target verifies all of it in one pass.
-    In brackets: what an option is if it is not given.
+    In brackets is the value of an option that is not given. Those without brackets take no value.
 
     python sequoia.py --target meta-llama/Llama-2-7b-hf --draft JackFram/llama-68m --prompt "Once upon a time"
 
-    target, draft       folders or hub names of two models with the same tokens (the bundled pair)
-    prompt              the text to continue (a short program)
-    chat                put the prompt through the chat template, and print the answer alone
-    max-new-tokens      how many tokens to add (96)
-    temperature         0 is greedy, 1 the model's own (0.6)
-    top-p, top-k        keep the likeliest tokens of this probability together (1.0); keep this many (0: all)
-    seed                repeats a text with a fixed --tree; auto goes by timing (0)
-    method              how children are drawn and verified: specinfer, spectr, naive, topk or (sequoia)
-    tree                none; NODESxLEVELS, as 16x5; or the fastest (auto)
-    device, dtype       as cpu or cuda:1 (a GPU, if any); float32, float16 or bfloat16 (if possible bfloat16)
-    offload             stream the target's layers from host memory
-    compare             also time `generate` with the same target (on a CPU packed, too), once
-    explain             print each step, by `step_plainly`: slowly, by Algorithm 2, with auto's first tree
-    trust-remote-code   run code that comes with the models
-    debug               show an error's traceback"""
+    --target, --draft      folders or hub names of two models with the same tokens (the bundled pair)
+    --prompt               the text to continue (a short program)
+    --chat                 put the prompt through the chat template, and print the answer alone
+    --max-new-tokens       how many tokens to add (96)
+    --temperature          0 is greedy, 1 the model's own (0.6)
+    --top-p, --top-k       keep the likeliest tokens of this probability together (1.0); or so many (0: all)
+    --seed                 repeats a text with a fixed --tree, as auto goes by the clock (0)
+    --method               how children are drawn and verified: specinfer, spectr, naive, topk, or (sequoia)
+    --tree                 none; NODESxLEVELS, as 16x5; or the fastest (auto)
+    --device, --dtype      cpu or cuda:1, ... (a GPU, if any); float32, float16, or bfloat16 (if possible)
+    --offload              stream the target's layers from host memory
+    --compare              also time `generate` with the same target (on a CPU packed, too), once
+    --explain              print whole steps by `step_plainly`, slowly, with auto's first tree
+    --trust-remote-code    run code that comes with the models
+    --debug                show an error's traceback"""
     first_tree = Planner(tree_shape(tree)).tree         # these lines raise for what cannot be used
     refuse({"--temperature and --top-k must be at least 0": not temperature >= 0 or top_k < 0,
             "--top-p must be above 0 and at most 1": not 0 < top_p <= 1,
             f"--method must be one of {', '.join(METHODS)}": method not in METHODS,
             "--dtype must be float32, bfloat16 or float16": dtype not in ("float32", "bfloat16", "float16"),
             "give the target's --draft, too, or --tree none": tree != "none"
-                and draft == f"{TINY}/draft" and not target.endswith("tiny/target"),
-            "--explain needs --method sequoia, --temperature above 0, no --compare, --top-p, -k": explain
+                and draft == f"{TINY}/draft" and "tiny/target" not in target,
+            "--explain is for method sequoia, --temperature above 0, no --compare, --top-p, -k": explain
                 and (compare or method != "sequoia" or not temperature or top_p < 1 or top_k)})
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=temperature > 0,
                                            temperature=temperature, top_p=top_p, top_k=top_k)
