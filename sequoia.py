@@ -1327,7 +1327,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
     --device, --dtype      cpu or cuda:1, ... (a GPU, if any); float32, float16, or bfloat16 (if possible)
     --offload              stream the target's layers from host memory
     --compare              also time `generate` with the same target (on a CPU packed, too), once
-    --explain              print whole steps by `step_plainly`, slowly, with auto's first tree
+    --explain              print whole steps by `step_plainly`, slowly, with one tree
     --trust-remote-code    run code that comes with the models
     --debug                show an error's traceback"""
     first_tree = Planner(tree_shape(tree)).tree         # these lines raise for what cannot be used
