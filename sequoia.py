@@ -968,7 +968,7 @@ def tree_shape(tree):
         nodes, levels = map(int, tree.split("x") if isinstance(tree, str) else tree)
         if 0 < levels <= nodes <= MAX_NODES:
             return nodes, levels
-    raise ValueError(f"not auto, none, Tree or, as 16x5, up to {MAX_NODES} nodes on no more levels: {tree!r}")
+    raise ValueError(f"not a Tree, auto, none or NODESxLEVELS, levels <= nodes <= {MAX_NODES}: {tree!r}")
 
 class Report(namedtuple("Report", "tokens steps seconds tree")):
     """A Decoder's last call: new tokens; steps, first the prompt's pass; seconds; and the planner's tree."""
@@ -1150,7 +1150,7 @@ def checked(model):
         try:
             probe(cached)
         except Exception as error:              # of any kind, where a model masks or caches in its own way
-            raise ValueError(f"{name} cannot verify a tree: {error}")
+            raise ValueError(f"{name} cannot verify a tree: {error}") from error
         model._sequoia_probed = attention
     return cached
 
@@ -1337,7 +1337,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
             "--dtype must be float32, bfloat16 or float16": dtype not in ("float32", "bfloat16", "float16"),
             "give the target's --draft, too, or --tree none": tree != "none"
                 and draft == f"{TINY}/draft" and "tiny/target" not in target,
-            "--explain is for method sequoia, --temperature above 0, no --compare, --top-p, -k": explain
+            "--explain needs method sequoia, --temperature > 0, and no --compare, --top-p, --top-k": explain
                 and (compare or method != "sequoia" or not temperature or top_p < 1 or top_k)})
     config = transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=temperature > 0,
                                            temperature=temperature, top_p=top_p, top_k=top_k)
