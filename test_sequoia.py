@@ -1524,7 +1524,7 @@ def test_chat_puts_the_prompt_through_the_template_and_prints_the_answer_alone(f
 # The arguments after those for a good pair, and the words of the one line that they cause.
 BAD_REQUESTS = {
     "--top-p=1.5": "--top-p", "--top-p=0": "top-p", "--temperature=-1": "at least", "--top-k=-4": "at least",
-    "--max-new-tokens=0": "max_new_tokens", "--temperature=nan": "at least", "--tree=16x0": "not a Tree.*16x0",
+    "--max-new-tokens=0": "max_new", "--temperature=nan": "at least", "--tree=16x0": "not a Tree.*16x0",
     "--prompt=": "no tokens", "--prompt=\udcff": "surrogates", "--seed=123456789012345678901": "[Oo]verflow",
     "--tree=16x1": "too large", "--tree=1024x2": "too large", "--tree=banana": "LEVELS.*banana",
     "--tree=5x16": "levels <= nodes", "--tree=1025x7": "<= 1024", "--method=magic": "sequoia, spec",
