@@ -752,8 +752,8 @@ CPU_TRIALS = [NO_TREE, optimal_tree(PRIOR, 8, 4), chain(7)]
 GPU_TRIALS = [NO_TREE, optimal_tree(PRIOR, 64, 6), sequences(3, 21)]
 TIMINGS = 3                             # a tree's time is the least of so many
 # Trials lose time, which other tokens must gain back: those that are left, and one for each step so far.
-TOKENS_FOR_TRIALS = 60, 60, 260         # so many make each of them worth its time
-CAPTURE_COST = 30                       # times as many where each tree must be captured first
+TOKENS_FOR_TRIALS = 60, 60, 130         # so many make each of them worth its time
+CAPTURE_COST = 60                       # times as many where each tree must be captured first
 
 def likeliest_tree(rates, size, depth):
     """`optimal_tree` in milliseconds, for rates, (ranks,), that fall; the largest if none has this size.
@@ -787,8 +787,7 @@ def plan(rates, sizes, t, c):
         options.append((tokens_per_second.max(), n[tokens_per_second.argmax()], depth))
         # With one more level the nodes are the root and all of their children.
         chances = np.sort(np.append(1.0, np.outer(chances, rates)))[::-1][: sizes[-1]]
-    _, *best = max(options)
-    return likeliest_tree(rates, *best)
+    return likeliest_tree(rates, *max(options)[1:])
 
 class AcceptanceRates:
     """Counts how often a node had a first, second, ... child, and how often that was the accepted one."""
@@ -836,6 +835,8 @@ class Planner:
 
     def next_tree(self, tokens_left=np.inf, trial_cost=1):
         """The tree of the next step. tokens_left: in the text. trial_cost: of a trial's step, in steps."""
+        if self.tree == NO_TREE:                # then trials lose most, so they wait longer
+            trial_cost *= 2
         for tree, tokens in zip(self.trials, TOKENS_FOR_TRIALS):
             if len(self.seconds[tree]) < TIMINGS and self.steps + tokens_left >= trial_cost * tokens:
                 return tree
@@ -875,8 +876,8 @@ class Planner:
         """The timed sizes, t(n) for each, and c, 0 if unknown. As noise only adds, the least time counts."""
         least = {tree: min(seconds) for tree, seconds in self.seconds.items() if seconds}
         c = 0.0
-        if self.trials and self.trials[-1] in least:
-            _, first, straight = self.trials        # both of one size, so only draft passes differ
+        _, first, straight = self.trials or 3 * [None]
+        if first in least and straight in least:    # both of one size, so only draft passes differ
             c = max(1e-9, (least[straight] - least[first]) / (straight.depth - first.depth))
         t = {tree.size: least[tree] - (tree.depth - 1) * c for tree in sorted(least, key=len)}
         return [*t], [*t.values()], c
@@ -884,7 +885,7 @@ class Planner:
     def __str__(self):
         times = ", ".join(f"{tree.size}x{tree.depth} {1e3 * min(seconds):.1f}"
                           for tree, seconds in self.seconds.items() if seconds)
-        _, _, c = self.latency()
+        *_, c = self.latency()
         c = f"; of a draft pass {1e3 * c:.1f}" if c else ""
         return (f"first, second, third child accepted {self.acceptance.rates()[:3].round(2)}; "
                 f"least ms of a step: {times or 'none timed'}{c}")
@@ -984,7 +985,7 @@ class Decoder:
     draft        a model of the same tokens; not needed if the tree is "none"
     tree         a Tree; (nodes, levels) or "16x5", the best tree of that shape; "none"; or "auto", the
                  fastest, which begins with 8 nodes (on a GPU 64). But texts of 60 tokens or more begin with
-                 steps without a tree, and those of 260 also try others (on a GPU 30 times as many).
+                 steps without a tree, and those of 130 also try others (on a GPU 60 times as many).
     method       a name from METHODS
     generator    torch's own by default
     on_step      is called with each Step; a text's first is the prompt's pass
@@ -1206,7 +1207,7 @@ def check_call(target, ids, config, arguments):
         "a cache of your own": getattr(arguments.get("past_key_values"), "_is_user_defined", False),
         "SynthID's watermark, because it remembers calls":
             isinstance(config.watermarking_config, transformers.SynthIDTextWatermarkingConfig)}
-    for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
+    for name in "output_attentions output_hidden_states output_logits output_scores".split():
         reasons[name] = getattr(config, name)   # because none of these outputs is made here
     # What a text without padding has, which is what a pass without these two takes for granted.
     for name, usual in (("attention_mask", torch.ones(length)), ("position_ids", torch.arange(length))):
@@ -1354,8 +1355,7 @@ def decode_prompt(*, target=f"{TINY}/target", draft=f"{TINY}/draft", prompt=PROM
         inputs = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
                                                add_generation_prompt=True, return_tensors="pt")
     length = inputs.input_ids.numel()
-    if not length:
-        raise ValueError("the prompt has no tokens")
+    refuse({"the prompt has no tokens": not length})
     # Ranks share the target. It comes before the draft, because loading it makes a rank's own GPU its "cuda".
     load_as = partial(load, dtype=dtype, trust_remote_code=trust_remote_code)
     ranks = {"tp_plan": "auto"} if torch.distributed.is_torchelastic_launched() else None

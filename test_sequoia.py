@@ -782,8 +782,7 @@ def test_after_a_look_at_a_step_without_a_tree_the_faster_of_both_is_used_and_a_
         accepted = lambda tree: path[: tree.depth - 1]
         trees = all_steps(Planner("auto"), 12, seconds, accepted, tokens_left=70)
         assert trees == 3 * [NO_TREE] + 3 * [first] + 6 * [plan]
-    short = all_steps(Planner("auto"), 35, tokens_left=26)
-    assert short == 34 * [first] + [NO_TREE]
+    assert all_steps(Planner("auto"), 35, tokens_left=26) == 34 * [first] + [NO_TREE]
 
 @quick
 def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
@@ -796,13 +795,13 @@ def test_a_shape_is_planned_again_at_doubling_steps_and_a_tree_stays():
 
 @quick
 def test_sequences_are_timed_only_where_enough_tokens_are_left_to_gain_their_time_back():
-    for cost, begun in ((1, 184), (4, 964)):
+    for cost, plan, begun in ((1, 1, 54), (4, 1, 444), (1, 0, 184)):
         planner = Planner("auto")
-        _, first, straight = planner.trials
-        for tree in (first, NO_TREE):
-            planner.seconds[tree] += 3 * [1.0]
+        *timed, straight = planner.trials
+        planner.tree = planner.trials[plan]     # 0 is none: then twice as many must be left
+        planner.seconds |= {tree: 3 * [1.0] for tree in timed}
         planner.steps = begun - 1
-        assert planner.next_tree(76, cost) == first
+        assert planner.next_tree(76, cost) == planner.tree
         planner.steps += 1
         assert planner.next_tree(76, cost) == straight
 
@@ -815,8 +814,9 @@ def test_sequences_tell_a_draft_pass_which_takes_no_less_than_nothing_and_the_le
     planner.seconds[chain(2)]                                   # all of its times have been dropped
     sizes, t, found = planner.latency()
     assert sizes == [1, 7, 8]
-    assert t == pytest.approx([3.0, 7.0 - 2 * c, straight - 7 * c], abs=1e-6)
-    assert found == pytest.approx(c, abs=1e-6)
+    assert [*t, found] == pytest.approx([3.0, 7.0 - 2 * c, straight - 7 * c, c], abs=1e-6)
+    del planner.seconds[planner.trials[1]]
+    assert planner.latency()[2] == 0
 
 any_rates = st.lists(st.sampled_from([0.9, 0.6, 0.5, 0.3, 0.25, 0.1, 1e-3]), min_size=1, max_size=6)
 falling = any_rates.map(lambda rates: np.array(sorted(rates, reverse=True)))
